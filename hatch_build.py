@@ -1,16 +1,20 @@
 """Build hook: generates extproc/pb/ from protos/, and compiles the modules on the path of a request with mypyc.
 
-- A module is compiled unless a comment below its docstring, or in its folder's `__init__.py`, gives a reason not to.
-- Only wheels are compiled, and only with LOOPGUARD_COMPILED=1. Any other install is plain Python and takes seconds.
+- A module is compiled unless a comment below its docstring, or in its folder's `__init__.py`, gives
+  a reason not to.
+- Only wheels are compiled, and only with LOOPGUARD_COMPILED=1. Any other install is plain Python
+  and takes seconds.
 - The sources are the same in both builds, and only extproc/pb/ is written next to them.
 - mypyc runs in its own process, because it exits on errors, and compilers write to stdout.
 
-Compiled code relies on types and resolves names early. Compiled modules follow these rules, which no type checker knows; tests
-on the compiled wheel find violations:
+Compiled code relies on types and resolves names early. Compiled modules follow these rules, which
+no type checker knows; tests on the compiled wheel find violations:
 
-- Annotations of classes are evaluated: import their names at run time, and mark class variables as ClassVar.
+- Annotations of classes are evaluated: import their names at run time, and mark class variables as
+  ClassVar.
 - A variable has one type in its function: use two names for two exceptions.
-- Values must have their declared types: asyncio.gather returns a list, whatever its stub says; a test double needs a Protocol.
+- Values must have their declared types: asyncio.gather returns a list, whatever its stub says; a
+  test double needs a Protocol.
 - Methods of compiled classes cannot be replaced, and interpreted classes cannot inherit from them.
 - Classes that pydantic or msgspec build from annotations belong in interpreted modules.
 - Never recurse over client input: the depth of the stack is not checked.
@@ -84,7 +88,10 @@ _UNITS = 24
 is fixed so that builds on different machines are equal."""
 
 _TOP_LEVEL = re.compile(r"\bCPyDef_\w+_____top_level__\b")
-"""Functions that run when a module is imported: a quarter of all C. They run once and are not optimized."""
+"""Functions that run when a module is imported: a quarter of all C.
+
+They run once and are not optimized.
+"""
 
 
 class BuildHook(BuildHookInterface[Any]):
@@ -95,7 +102,10 @@ class BuildHook(BuildHookInterface[Any]):
         return COMPILERS if self._compiles() else []
 
     def _compiles(self) -> bool:
-        return self.target_name == "wheel" and os.environ.get("LOOPGUARD_COMPILED", "0") not in ("", "0")
+        return self.target_name == "wheel" and os.environ.get("LOOPGUARD_COMPILED", "0") not in (
+            "",
+            "0",
+        )
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate files before hatchling collects them."""
@@ -111,7 +121,8 @@ class BuildHook(BuildHookInterface[Any]):
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603  # ourselves
         if done.returncode:
             self.app.abort(
-                f"{done.stdout}\nLoopguard is not compiled: see above. Without LOOPGUARD_COMPILED=1, it is plain Python."
+                f"{done.stdout}\nLoopguard is not compiled: see above. Without "
+                "LOOPGUARD_COMPILED=1, it is plain Python."
             )
         for built in (folder / "lib").rglob("*.*"):
             build_data["force_include"][str(built)] = str(built.relative_to(folder / "lib"))
@@ -131,11 +142,18 @@ def generate_protos() -> None:
     files = sorted(f"extproc/pb/{path.name}" for path in PROTOS.glob("*.proto"))
     with TemporaryDirectory() as folder:
         # The first -I maps the flat protos/ folder onto the import path of the generated modules.
-        arguments = [f"-Iextproc/pb={PROTOS}", f"-I{well_known}", f"--python_out={folder}", f"--pyi_out={folder}"]
+        arguments = [
+            f"-Iextproc/pb={PROTOS}",
+            f"-I{well_known}",
+            f"--python_out={folder}",
+            f"--pyi_out={folder}",
+        ]
         if protoc.main(["protoc", *arguments, *files]) != 0:
             raise RuntimeError("protoc failed: see its message above")
         made = Path(folder) / "extproc" / "pb"
-        (made / "__init__.py").write_text('"""Generated from protos/ by hatch_build.py; never edited."""\n')
+        (made / "__init__.py").write_text(
+            '"""Generated from protos/ by hatch_build.py; never edited."""\n'
+        )
         PB.mkdir(exist_ok=True)
         for file in made.iterdir():
             if not (PB / file.name).exists() or (PB / file.name).read_bytes() != file.read_bytes():
@@ -147,19 +165,28 @@ def select_modules(package: Path = PACKAGE) -> list[str]:
     chosen = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        folders = [folder / "__init__.py" for folder in path.parents if folder != package and folder.is_relative_to(package)]
+        folders = [
+            folder / "__init__.py"
+            for folder in path.parents
+            if folder != package and folder.is_relative_to(package)
+        ]
         if (
             PB not in path.parents
             and not (path.name == "__init__.py" and not ast.parse(text).body[1:])
             and not INTERPRETED.search(text)
-            and not any(INTERPRETED_BELOW.search(folder.read_text(encoding="utf-8")) for folder in folders)
+            and not any(
+                INTERPRETED_BELOW.search(folder.read_text(encoding="utf-8")) for folder in folders
+            )
         ):
             chosen.append(str(path.relative_to(package.parent)))
     return chosen
 
 
 def compile_modules(folder: Path, modules: Sequence[str]) -> None:
-    """Compile into `folder/lib`; without modules, only test the C compiler. Exits with a message if that fails."""
+    """Compile into `folder/lib`; without modules, only test the C compiler.
+
+    Exits with a message if that fails.
+    """
     from mypyc.build import mypycify
     from setuptools import Extension
     from setuptools.errors import BaseError, CCompilerError
@@ -183,12 +210,24 @@ def compile_modules(folder: Path, modules: Sequence[str]) -> None:
     if not modules:
         return
     _tell(f"translating {len(modules)} modules to C ...")
-    # `make check` checks types, with mypy's settings and the dependencies. Both are ignored here, so that the compiled code
-    # does not depend on installed packages.
-    options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
+    # `make check` checks types, with mypy's settings and the dependencies. Both are ignored here,
+    # so that the compiled code does not depend on installed packages.
+    options = [
+        "--config-file=",
+        "--no-site-packages",
+        "--ignore-missing-imports",
+        "--follow-imports=silent",
+    ]
     chosen, target = [*options, *modules], str(folder / "c")
     # Several C files take half the CPU time of one, and compile in parallel.
-    extensions = mypycify(chosen, opt_level="1", debug_level="0", group_name=_GROUP, multi_file=True, target_dir=target)
+    extensions = mypycify(
+        chosen,
+        opt_level="1",
+        debug_level="0",
+        group_name=_GROUP,
+        multi_file=True,
+        target_dir=target,
+    )
     for extension in extensions:
         extension.extra_compile_args += flags
         extension.sources = _join_sources(extension.sources, folder)
@@ -220,8 +259,14 @@ def _tell(progress: str) -> None:
 
 def _declare_top_levels(header: Path) -> str:
     """Declare the functions that run at import as cold and not optimized, for gcc."""
-    names = sorted(set(_TOP_LEVEL.findall(header.read_text(encoding="utf-8")))) if header.exists() else []
-    declared = "".join(f'__attribute__((cold, optimize("O0"))) char {name}(void);\n' for name in names)
+    names = (
+        sorted(set(_TOP_LEVEL.findall(header.read_text(encoding="utf-8"))))
+        if header.exists()
+        else []
+    )
+    declared = "".join(
+        f'__attribute__((cold, optimize("O0"))) char {name}(void);\n' for name in names
+    )
     return f"#if !defined(__clang__)\n{declared}#endif\n"
 
 
@@ -240,7 +285,10 @@ def _build(extensions: list[Extension], folder: Path) -> None:
         def build_extension(self, ext: Extension) -> None:
             def compile_one(source: str) -> list[str]:
                 header = self._share(
-                    f"{_NATIVE}internal_{_GROUP}.h" if Path(source).name.startswith(_NATIVE) else "Python.h", ext
+                    f"{_NATIVE}internal_{_GROUP}.h"
+                    if Path(source).name.startswith(_NATIVE)
+                    else "Python.h",
+                    ext,
                 )
                 made: list[str] = self.compiler.compile(
                     [source],
@@ -263,9 +311,20 @@ def _build(extensions: list[Extension], folder: Path) -> None:
             with lock:
                 if not header.exists():
                     header.parent.mkdir(parents=True, exist_ok=True)
-                    header.write_text(f'{_COLD}{_declare_top_levels(folder / "c" / name)}#include "{name}"\n')
-                    places = [f"-I{place}" for place in (*self.compiler.include_dirs, *ext.include_dirs)]
-                    command = [*self.compiler.compiler_so, *places, *ext.extra_compile_args, "-x", "c-header", str(header)]
+                    header.write_text(
+                        f'{_COLD}{_declare_top_levels(folder / "c" / name)}#include "{name}"\n'
+                    )
+                    places = [
+                        f"-I{place}" for place in (*self.compiler.include_dirs, *ext.include_dirs)
+                    ]
+                    command = [
+                        *self.compiler.compiler_so,
+                        *places,
+                        *ext.extra_compile_args,
+                        "-x",
+                        "c-header",
+                        str(header),
+                    ]
                     with suppress(ExecError):  # without it, each file parses the header
                         self.compiler.spawn([*command, "-o", f"{header}.gch"])
             return str(header)

@@ -69,7 +69,16 @@ def _write_table(heading: str, rows: Iterable[str]) -> str:
 def _write_row(name: str, text: str, *cells: str) -> str:
     """A row with a name, a sentence and more cells."""
     text = text if text[1].isupper() else text[0].upper() + text[1:]
-    return "|".join(["", *[cell.replace("|", "\\|") for cell in (f"`{name}`", f"{text.removesuffix('.')}.", *cells)], ""])
+    return "|".join(
+        [
+            "",
+            *[
+                cell.replace("|", "\\|")
+                for cell in (f"`{name}`", f"{text.removesuffix('.')}.", *cells)
+            ],
+            "",
+        ]
+    )
 
 
 def _split_default(text: str) -> tuple[str, str]:
@@ -88,7 +97,12 @@ def _list_flags(command: str) -> Iterator[str]:
     _load(command).add_flags(parser)
     for action in parser._actions:  # noqa: SLF001  # argparse has no other way to list them
         if action.option_strings:
-            name = " ".join([action.option_strings[-1], *([action.metavar] if isinstance(action.metavar, str) else [])])
+            name = " ".join(
+                [
+                    action.option_strings[-1],
+                    *([action.metavar] if isinstance(action.metavar, str) else []),
+                ]
+            )
             text = re.sub(rf" \[{ENV_PREFIX}\w+\]$", "", action.help or "")
             text = re.sub(r" \(default (.+)\)$", r". Default: `\1`", text)
             text = re.sub(r" \(default: (.+)\)$", r". Default: \1", text)
@@ -99,7 +113,11 @@ def _list_variables() -> Iterator[str]:
     """A row for each setting of `serve` that is not a flag."""
     for item in Settings.__dataclass_fields__.values():
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:
-            yield _write_row(f"{ENV_PREFIX}{item.name.upper()}", f"{item.metadata['help']}; {ENVIRONMENT_ONLY}", "")
+            yield _write_row(
+                f"{ENV_PREFIX}{item.name.upper()}",
+                f"{item.metadata['help']}; {ENVIRONMENT_ONLY}",
+                "",
+            )
 
 
 def _list_objects() -> Iterator[str]:
@@ -114,17 +132,27 @@ def _list_objects() -> Iterator[str]:
             for below in re.findall(r'"#/\$defs/(\w+)"', json.dumps(value)):
                 if below not in places:
                     waiting.append(below)
-                path = f"`{key}`" if name in ("Bundle", "Policy", "Spec") else f"{places[name][0][:-1]}.{key}`"
+                path = (
+                    f"`{key}`"
+                    if name in ("Bundle", "Policy", "Spec")
+                    else f"{places[name][0][:-1]}.{key}`"
+                )
                 if path not in places.setdefault(below, []):
                     places[below].append(path)
         yield f"### Keys of {' and '.join(places[name])}"
         yield definition["description"]
         required = definition.get("required", [])
-        keys = sorted(definition["properties"].items(), key=lambda item: (item[0] not in required, item[0]))
+        keys = sorted(
+            definition["properties"].items(), key=lambda item: (item[0] not in required, item[0])
+        )
         rows = []
         for key, each in keys:
             text, default = _split_default(each["description"])
-            rows.append(_write_row(key, text, "required" if key in required else default or _show_default(each)))
+            rows.append(
+                _write_row(
+                    key, text, "required" if key in required else default or _show_default(each)
+                )
+            )
         yield _write_table("|key|meaning|default|", rows)
 
 
@@ -132,7 +160,13 @@ def _show_default(schema: dict[str, Any]) -> str:
     default = schema.get("default")
     if default in (None, "", []) or isinstance(default, dict):
         return ""
-    words = default if isinstance(default, list) else [default] if isinstance(default, str) else [json.dumps(default)]
+    words = (
+        default
+        if isinstance(default, list)
+        else [default]
+        if isinstance(default, str)
+        else [json.dumps(default)]
+    )
     return ", ".join(f"`{word}`" for word in words)
 
 
@@ -140,7 +174,8 @@ def _list_metrics() -> Iterator[str]:
     """A row for each metric, with its labels."""
     metrics = Metrics()
     Pairs().show(metrics)
-    for collector in dict.fromkeys(metrics.registry._names_to_collectors.values()):  # noqa: SLF001  # as below: labels of a metric
+    # As below: labels of a metric
+    for collector in dict.fromkeys(metrics.registry._names_to_collectors.values()):  # noqa: SLF001
         (family,) = collector.collect()  # without a value yet are nowhere else
         labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
         name = f"{family.name}_total" if family.type == "counter" else family.name

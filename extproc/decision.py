@@ -189,7 +189,10 @@ class Framed(NamedTuple):
 
 
 class Subject(Protocol):
-    """What was compared: the detector's similarity, or its finding in this request. It writes the messages."""
+    """What was compared: the detector's similarity, or its finding in this request.
+
+    It writes the messages.
+    """
 
     @property
     def threshold(self) -> int | None:
@@ -297,9 +300,14 @@ class Outcome:
     def strictness(self) -> tuple[int, int, int]:
         """The sort key of outcomes: reject > land > throttle > steer > warn > allow.
 
-        Between equal actions, a loop precedes a session, and a session a budget; then the longest delay or Retry-After wins.
+        Between equal actions, a loop precedes a session, and a session a budget; then the longest
+        delay or Retry-After wins.
         """
-        return SEVERITY[self.action], _SPEAKS.get(self.reason, 0), self.delay_ms or self.retry_after or 0
+        return (
+            SEVERITY[self.action],
+            _SPEAKS.get(self.reason, 0),
+            self.delay_ms or self.retry_after or 0,
+        )
 
     def change_action(self, action: Action) -> Outcome:
         """A copy with another action, without a delay."""
@@ -326,7 +334,8 @@ class Decision:
     """What all policies together decide about one request.
 
     Attributes:
-        lead: the strictest outcome of the enforcing policies, other than ALLOW; None lets the request through untouched.
+        lead: the strictest outcome of the enforcing policies, other than ALLOW; None lets the
+            request through untouched.
         warning: whether a policy with action warn fired.
         shadow: the strictest outcome of the shadow policies; never has an effect.
         steer: the outcome that the note for the model is about; None for none.
@@ -356,7 +365,10 @@ class Decision:
     def refuse_instead(self, refused: Outcome) -> Decision:
         """A copy with a refusal in place of one of its outcomes."""
         place = (refused.policy, refused.mode, refused.detector)
-        trace = [refused if (each.policy, each.mode, each.detector) == place else each for each in self.trace]
+        trace = [
+            refused if (each.policy, each.mode, each.detector) == place else each
+            for each in self.trace
+        ]
         return Decision(refused, self.shadow, trace, warning=self.warning, steer=self.steer)
 
     def let_pass(self) -> Decision:
@@ -372,7 +384,9 @@ class Decision:
 
     def _warn_instead_of(self, actions: Collection[Action]) -> list[Outcome]:
         return [
-            outcome.change_action(Action.WARN) if outcome.action in actions and outcome.mode == "enforce" else outcome
+            outcome.change_action(Action.WARN)
+            if outcome.action in actions and outcome.mode == "enforce"
+            else outcome
             for outcome in self.trace
         ]
 

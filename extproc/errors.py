@@ -49,7 +49,9 @@ class BundleErrors(LoopguardError):
 def excerpt(problems: Sequence[object]) -> list[str]:
     """The first problems, each shortened, so that the list stays small."""
     texts = map(str, problems[:_KEPT])
-    return [text if len(text) <= _KEPT_CHARACTERS else f"{text[:_KEPT_CHARACTERS]}..." for text in texts]
+    return [
+        text if len(text) <= _KEPT_CHARACTERS else f"{text[:_KEPT_CHARACTERS]}..." for text in texts
+    ]
 
 
 class BadOrderError(LoopguardError):

@@ -68,21 +68,35 @@ def setup(log_format: LogFormat, level: str) -> None:
 
 
 def _stamp(record: logging.LogRecord) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+    return (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        + f".{int(record.msecs):03d}Z"
+    )
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        pairs = "".join(f" {name}={_quote(value)}" for name, value in getattr(record, "fields", {}).items())
-        line = f"{_stamp(record)} {record.levelname.lower():7} {escape_controls(record.getMessage())}{pairs}"
+        pairs = "".join(
+            f" {name}={_quote(value)}" for name, value in getattr(record, "fields", {}).items()
+        )
+        line = (
+            f"{_stamp(record)} {record.levelname.lower():7} "
+            f"{escape_controls(record.getMessage())}{pairs}"
+        )
         if not record.exc_info:
             return line
-        return "\n".join([line, *map(escape_controls, self.formatException(record.exc_info).split("\n"))])
+        return "\n".join(
+            [line, *map(escape_controls, self.formatException(record.exc_info).split("\n"))]
+        )
 
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = {"time": _stamp(record), "level": record.levelname.lower(), "message": record.getMessage()}
+        line = {
+            "time": _stamp(record),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return write_json({**line, **getattr(record, "fields", {})})
@@ -96,7 +110,9 @@ def escape_controls(text: str) -> str:
     """Make control characters and invalid UTF-8 visible, so that no text can imitate a log line."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def write_json(value: object, indent: int | None = None) -> str:
@@ -106,5 +122,10 @@ def write_json(value: object, indent: int | None = None) -> str:
 
 def _quote(value: object) -> str:
     """A plain word as it is; any other value as JSON, because it could be misread or break the line."""
-    plain = isinstance(value, str) and value and value.isprintable() and not any(mark in value for mark in ' "=')
+    plain = (
+        isinstance(value, str)
+        and value
+        and value.isprintable()
+        and not any(mark in value for mark in ' "=')
+    )
     return str(value) if plain else write_json(value)

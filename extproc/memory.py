@@ -1,7 +1,7 @@
 """How much memory counts, caches and tables may take: half of the container's limit.
 
-The other half is for the program itself, its policies, operators' orders and requests in progress. `SHARES` divides the first
-half. Each part tracks its size in bytes and drops its oldest entries.
+The other half is for the program itself, its policies, operators' orders and requests in progress.
+`SHARES` divides the first half. Each part tracks its size in bytes and drops its oldest entries.
 """
 # interpreted: read once, at startup
 
@@ -59,7 +59,10 @@ class Memory(NamedTuple):
         """The limit and the shares, for people."""
         shares = {**{part: self.share(part) for part in SHARES}, "messages": self.messages}
         parts = ", ".join(f"{part} {size // _MEBIBYTE}" for part, size in shares.items())
-        return f"{sum(shares.values()) // _MEBIBYTE} MiB of {self.limit // _MEBIBYTE} ({self.source}): {parts}"
+        return (
+            f"{sum(shares.values()) // _MEBIBYTE} MiB of {self.limit // _MEBIBYTE} "
+            f"({self.source}): {parts}"
+        )
 
 
 @cache
@@ -70,7 +73,9 @@ def read_memory() -> Memory:
 
 def find_memory(cgroups: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> Memory:
     """Find the lowest limit: of the machine, the process (`ulimit -d`, `ulimit -v`), its cgroup or a cgroup above it."""
-    machine = Memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's memory")
+    machine = Memory(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's memory"
+    )
     limits = [machine, *_list_own_limits()]
     for file in _list_limit_files(cgroups, own):
         try:
@@ -92,8 +97,8 @@ def _list_own_limits() -> Iterator[Memory]:
 def _list_limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
     """The limit files of the process's cgroup and of those above it.
 
-    A line of `/proc/self/cgroup` is `0::/PATH` in version 2 and `N:memory:/PATH` in version 1 (cgroups(7)). In a container,
-    the path may be the host's, and only the root is visible.
+    A line of `/proc/self/cgroup` is `0::/PATH` in version 2 and `N:memory:/PATH` in version 1
+    (cgroups(7)). In a container, the path may be the host's, and only the root is visible.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -103,7 +108,11 @@ def _list_limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        root, name = (
+            (cgroups / "memory", "memory.limit_in_bytes")
+            if controllers
+            else (cgroups, "memory.max")
+        )
         folder = root / path.lstrip("/")
         for each in [folder, *folder.parents]:
             if each.is_relative_to(root):

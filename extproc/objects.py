@@ -1,12 +1,21 @@
 """Base model and field types of the JSON objects of a bundle."""
-# interpreted: runs at start and reload; pydantic needs the annotations, which compiled classes do not keep
+# interpreted: runs at start and reload; pydantic needs the annotations, which compiled classes do
+# not keep
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 Place = tuple[str | int, ...]
@@ -21,7 +30,9 @@ INSPECT_BYTES: Final = 2**20
 InspectBytes = Annotated[int, Field(ge=1, le=16 * 2**20)]
 AUTO: Final = "auto"
 _STATUSES = (400, 599)
-_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty pointer to the whole document
+_POINTER = re.compile(
+    r"(?:/(?:[^~/]|~[01])*)+\Z"
+)  # RFC 6901, without the empty pointer to the whole document
 
 
 def make_error(message: str, why: str = "") -> PydanticCustomError:
@@ -40,13 +51,18 @@ def is_pointer(value: str) -> bool:
 
 
 def is_annotation(key: str) -> bool:
-    """Whether the key is allowed and ignored in any object: `description`, `x-...`, and `$schema` for editors."""
+    """Whether the key is allowed and ignored in any object.
+
+    `description`, `x-...`, and `$schema` for editors.
+    """
     return key in ("description", "$schema") or key.startswith("x-")
 
 
 def _check_pointer(value: str) -> str:
     if not is_pointer(value):
-        raise make_error("must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'")
+        raise make_error(
+            "must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
+        )
     return value
 
 
@@ -69,7 +85,11 @@ _STATUS: dict[str, Any] = {
     "pattern": f"^{AUTO}$",
 }
 
-Pointer = Annotated[str, AfterValidator(_check_pointer), Field(json_schema_extra={"pattern": "^(/([^~/]|~[01])*)+$"})]
+Pointer = Annotated[
+    str,
+    AfterValidator(_check_pointer),
+    Field(json_schema_extra={"pattern": "^(/([^~/]|~[01])*)+$"}),
+]
 Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJsonSchema(_STATUS)]
 
 

@@ -42,7 +42,13 @@ def option(
         metavar: the form of its value.
         gather: for a repeatable flag: joins all given values into one string, or makes the value.
     """
-    metadata = {"parse": parse, "help": text, "metavar": metavar, "gather": gather, "default": default}
+    metadata = {
+        "parse": parse,
+        "help": text,
+        "metavar": metavar,
+        "gather": gather,
+        "default": default,
+    }
     return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
 
 
@@ -51,7 +57,8 @@ def switch(text: str) -> Any:  # noqa: ANN401  # as dataclasses.field
     return option(False, parse_switch, text)
 
 
-def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  # as dataclasses.field
+# As dataclasses.field
+def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401
     """Declare an option that takes one of these words, by default the first; `text` is its help."""
 
     def parse(given: str) -> str:
@@ -75,7 +82,9 @@ def parse_integer(least: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text) >= least):
-            raise ValueError("must be a positive integer" if least == 1 else f"must be a number from {least}")
+            raise ValueError(
+                "must be a positive integer" if least == 1 else f"must be a number from {least}"
+            )
         return int(text)
 
     return parse
@@ -98,7 +107,9 @@ def parse_number(fits: Callable[[float], bool], wanted: str) -> Callable[[str], 
 
 def parse_seconds(least: float, most: float) -> Callable[[str], float]:
     """Make a parser of numbers of seconds in this range."""
-    return parse_number(lambda seconds: least <= seconds <= most, f"a number of seconds from {least:g} to {most:g}")
+    return parse_number(
+        lambda seconds: least <= seconds <= most, f"a number of seconds from {least:g} to {most:g}"
+    )
 
 
 def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -113,7 +124,9 @@ def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
     return convert
 
 
-def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()) -> None:
+def require_together(
+    chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()
+) -> None:
     """Raise UsageError if only some of the `needed` options are given, or a `wanting` one without all of them."""
     missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(chosen, name)]
     given = [f"--{name.replace('_', '-')}" for name in (*needed, *wanting) if getattr(chosen, name)]
@@ -152,7 +165,10 @@ def _describe(item: Field[Any]) -> str:
 
 
 def read_options(
-    declared: type[Options], flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, prefix: str = ""
+    declared: type[Options],
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    prefix: str = "",
 ) -> Options:
     """Read options from parsed flags, else the environment, else defaults; raises UsageError with a valid form."""
     values: dict[str, Any] = {}

@@ -1,6 +1,9 @@
-"""Watch the policy files and replace the engine. After an invalid change, the last valid policies stay in force.
+"""Watch the policy files and replace the engine.
 
-Unchanged files are not checked again. Large changes are checked in the background; small ones act in the meantime.
+After an invalid change, the last valid policies stay in force.
+
+Unchanged files are not checked again. Large changes are checked in the background; small ones act
+in the meantime.
 """
 # interpreted: waits for files
 
@@ -57,7 +60,10 @@ The first comparison finds changes made while the watch was set up.
 _FREED_AT_ONCE = 1_000
 
 AT_ONCE = 2**18
-"""Maximum bytes of changed files that one reload checks, about 0.2 s. The rest is checked in the background."""
+"""Maximum bytes of changed files that one reload checks, about 0.2 s.
+
+The rest is checked in the background.
+"""
 
 _SPARE_PARTS = 1_000
 """Maximum number of unused parts that stay available for later policies."""
@@ -92,7 +98,8 @@ class Reloader:
     """The policies in force, and how they change.
 
     Attributes:
-        sources: the files in force, without their policies, which take a hundred times as much memory.
+        sources: the files in force, without their policies, which take a hundred times as much
+            memory.
     """
 
     engine: Engine
@@ -103,12 +110,16 @@ class Reloader:
     _shadowed: list[bool]
     _overridden: list[bool]
 
-    def __init__(self, settings: Settings, metrics: Metrics, clock: Callable[[], datetime] = _now) -> None:
+    def __init__(
+        self, settings: Settings, metrics: Metrics, clock: Callable[[], datetime] = _now
+    ) -> None:
         """Load the policies, by default the preset in shadow mode; raises BundleErrors."""
         self._settings = settings
         self._clock = clock
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
-        self._rules = FileRules(read_namespaces(settings.namespace_of, self._paths), settings.allow_unenforced)
+        self._rules = FileRules(
+            read_namespaces(settings.namespace_of, self._paths), settings.allow_unenforced
+        )
         self._metrics = metrics
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
@@ -116,7 +127,9 @@ class Reloader:
         self._unreadable: dict[str, RefusedReload] = {}  # by path
         self._refused: dict[str, RefusedReload] = {}  # by file
         self._failure: RefusedReload | None = None  # of a whole reload
-        self._waiting: list[dict[str, Found]] = []  # unchecked changes, each a set of files that changed together
+        self._waiting: list[
+            dict[str, Found]
+        ] = []  # unchecked changes, each a set of files that changed together
         self._checking: asyncio.Task[None] | None = None
         self._verdicts: dict[str, Verdict] = {}  # of files that are not in force
         self._compiled: dict[str, CompiledFile] = {}  # the valid ones among these
@@ -129,16 +142,28 @@ class Reloader:
         self._apply(loaded)
         self._report_skipped(loaded.refused, unreadable)
         self._unread = find_unread(self._paths)
-        for warning in [*self._unread, *loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]:
+        for warning in [
+            *self._unread,
+            *loaded.warnings,
+            *loaded.unenforced,
+            *self._note_overlaps(loaded),
+        ]:
             _LOG.warning(str(warning))
 
-    def _report_skipped(self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]) -> None:
+    def _report_skipped(
+        self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]
+    ) -> None:
         for file, errors in [*refused.items(), *((error.file, [error]) for error in unreadable)]:
-            made = RefusedReload(self._clock(), excerpt(errors), len(errors), self._seen.get(file, ""))
+            made = RefusedReload(
+                self._clock(), excerpt(errors), len(errors), self._seen.get(file, "")
+            )
             (self._refused if file in self._seen else self._unreadable)[file] = made
             for error in errors:
                 _LOG.error(str(error))
-            _LOG.error("policies not loaded: no version of the file has been in force", extra=make_extra(file=file))
+            _LOG.error(
+                "policies not loaded: no version of the file has been in force",
+                extra=make_extra(file=file),
+            )
 
     @property
     def refusals(self) -> dict[str, RefusedReload]:
@@ -153,7 +178,11 @@ class Reloader:
         if not refusals:
             return None
         errors = [error for refusal in refusals for error in refusal.errors]
-        return RefusedReload(max(refusal.at for refusal in refusals), excerpt(errors), sum(each.count for each in refusals))
+        return RefusedReload(
+            max(refusal.at for refusal in refusals),
+            excerpt(errors),
+            sum(each.count for each in refusals),
+        )
 
     def keeps(self, file: str) -> bool:
         """Whether an older version of the file, or of a file below this path, is in force."""
@@ -167,7 +196,11 @@ class Reloader:
     def locate_policies(self) -> dict[str, tuple[str, str, Any]]:
         """Every policy in force by id: its file, its JSON Pointer there, and the raw policy."""
         found = [(file, locate_raw(kept.open())) for file, kept in self._kept.items()]
-        return {name: (file, pointer, raw) for file, own in found for name, (pointer, raw) in own.items()}
+        return {
+            name: (file, pointer, raw)
+            for file, own in found
+            for name, (pointer, raw) in own.items()
+        }
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
         """Read the files again; if they changed, or with `force`, load them and replace the engine.
@@ -194,7 +227,9 @@ class Reloader:
             change = min(self._waiting, key=_count_bytes)
             parts, now = self._share_parts(), self._clock()
             try:
-                checked = await _run_aside(lambda: _check_change(change, now, self._rules, parts, shadow=self._shadows))  # noqa: B023
+                checked = await _run_aside(
+                    lambda: _check_change(change, now, self._rules, parts, shadow=self._shadows)  # noqa: B023
+                )
             except Exception as error:  # noqa: BLE001  # as in `reload`
                 why = f"cannot be checked: {error!r}"
                 checked = {
@@ -223,8 +258,13 @@ class Reloader:
         return parts if len(parts) <= 4 * len(self.engine.plans) + _SPARE_PARTS else Parts()
 
     def _list_compiled(self, now: datetime) -> set[str]:
-        """The files in force whose compiled policies are still valid: `global_shadow` ends by the clock."""
-        shadowed = {source.file: self._shadows or source.forces_shadow(now) for source in self.sources}
+        """The files in force whose compiled policies are still valid.
+
+        `global_shadow` ends by the clock.
+        """
+        shadowed = {
+            source.file: self._shadows or source.forces_shadow(now) for source in self.sources
+        }
         return {file for file, made in self.engine.files.items() if made.shadow == shadowed[file]}
 
     async def watch(self, swap: Callable[[Engine], None]) -> None:
@@ -240,11 +280,19 @@ class Reloader:
                         if next(ticks) and not changed:
                             continue
                         await self.reload(swap)
-                        if watched != await self._files.ask(_list_directories, self._paths, self._seen):
+                        if watched != await self._files.ask(
+                            _list_directories, self._paths, self._seen
+                        ):
                             break
-            except (OSError, RuntimeError) as error:  # a watched directory is gone, or the system has no watches left
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # a watched directory is gone, or the system has no watches left
                 if str(error) != failure:
-                    _LOG.warning("cannot watch the policy files, comparing them instead", extra=make_extra(error=str(error)))
+                    _LOG.warning(
+                        "cannot watch the policy files, comparing them instead",
+                        extra=make_extra(error=str(error)),
+                    )
                 failure = str(error)
                 await asyncio.sleep(1)
 
@@ -259,12 +307,17 @@ class Reloader:
             await self._swap(await asyncio.to_thread(self._compile_again, now), swap)
             _LOG.warning("global_shadow expired, its policies act again")
 
-    async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool, checked: bool = False) -> None:
+    async def _follow_files(
+        self, swap: Callable[[Engine], None], *, force: bool, checked: bool = False
+    ) -> None:
         """Apply the files' changes; `checked`: a background check has just ended."""
         found = await self._read()
         files, seen = self._match(found)
         await self._note_unreadable(found, force=force)
-        if ((seen == self._seen and not checked) or not any(file.data is not None for file in files.values())) and not force:
+        if (
+            (seen == self._seen and not checked)
+            or not any(file.data is not None for file in files.values())
+        ) and not force:
             self._seen = seen
             return
         if force and found and all(isinstance(content, BundleError) for content in found.values()):
@@ -273,26 +326,42 @@ class Reloader:
         if force:  # check every file now
             self._waiting, self._verdicts, self._compiled = [], {}, {}
         waiting = self._set_aside(files) if not force else set()
-        at_once = {file: Found(sha256=found.sha256) if file in waiting else found for file, found in files.items()}
+        at_once = {
+            file: Found(sha256=found.sha256) if file in waiting else found
+            for file, found in files.items()
+        }
         loaded = await asyncio.to_thread(self._choose, at_once, force=force)
         self._failure = None
         await self._note_refused(loaded.refused, waiting, force=force)
         self._verdicts.update(loaded.verdicts)
         acting = {file for file, kept in loaded.kept.items() if kept.sha256 == files[file].sha256}
-        self._verdicts = {file: verdict for file, verdict in self._verdicts.items() if file not in acting}
-        self._compiled = {file: made for file, made in self._compiled.items() if file in self._verdicts}
+        self._verdicts = {
+            file: verdict for file, verdict in self._verdicts.items() if file not in acting
+        }
+        self._compiled = {
+            file: made for file, made in self._compiled.items() if file in self._verdicts
+        }
         if loaded.engine is None:
             return
         self._warn_about_versions(loaded.sources)
         changes = compare_policies(_list_digests(self.sources), _list_digests(loaded.sources))
-        self._metrics.policy_reloads.labels("ok").inc()  # in the same step in which they begin to act
+        self._metrics.policy_reloads.labels(
+            "ok"
+        ).inc()  # in the same step in which they begin to act
         await self._swap(loaded, swap)
-        await _log_all(logging.WARNING, [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)])
-        _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(self._kept), **changes))
+        await _log_all(
+            logging.WARNING, [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]
+        )
+        _LOG.info(
+            "policies reloaded",
+            extra=make_extra(policies=len(self.engine.plans), files=len(self._kept), **changes),
+        )
 
     async def _read(self) -> dict[str, Found | BundleError]:
         """Read each path on its own, so that a file system that does not answer delays no other path."""
-        answers = await asyncio.gather(*(self._files.ask(_read, path) for path in self._paths), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._files.ask(_read, path) for path in self._paths), return_exceptions=True
+        )
         found: dict[str, Found | BundleError] = {}
         known, self._unread = self._unread, []
         for path, answer in zip(self._paths, answers, strict=True):
@@ -304,15 +373,25 @@ class Reloader:
             else:
                 found.update(answer[0])
                 self._unread += answer[1]
-        await _log_all(logging.WARNING, [warning for warning in self._unread if warning not in known])
+        await _log_all(
+            logging.WARNING, [warning for warning in self._unread if warning not in known]
+        )
         return found
 
-    def _match(self, found: Mapping[str, Found | BundleError]) -> tuple[dict[str, Found], dict[str, str]]:
+    def _match(
+        self, found: Mapping[str, Found | BundleError]
+    ) -> tuple[dict[str, Found], dict[str, str]]:
         """The files to choose from, and their hashes; files that cannot be read count as unchanged."""
         files: dict[str, Found] = {}
         for name, content in found.items():
             if isinstance(content, BundleError):
-                files.update({file: Found(sha256=sha) for file, sha in self._seen.items() if _is_below(file, name)})
+                files.update(
+                    {
+                        file: Found(sha256=sha)
+                        for file, sha in self._seen.items()
+                        if _is_below(file, name)
+                    }
+                )
             else:
                 files[name] = content
         return files, {file: content.sha256 for file, content in files.items()}
@@ -320,47 +399,80 @@ class Reloader:
     def _set_aside(self, files: Mapping[str, Found]) -> set[str]:
         """The files whose changes are checked in the background.
 
-        Files of one folder that change together are one change, because a policy may have moved between them.
+        Files of one folder that change together are one change, because a policy may have moved
+        between them.
         """
         self._verdicts = {
-            file: verdict for file, verdict in self._verdicts.items() if file in files and files[file].sha256 == verdict.sha256
+            file: verdict
+            for file, verdict in self._verdicts.items()
+            if file in files and files[file].sha256 == verdict.sha256
         }
-        self._waiting = [change for change in self._waiting if all(files.get(file) == found for file, found in change.items())]
+        self._waiting = [
+            change
+            for change in self._waiting
+            if all(files.get(file) == found for file, found in change.items())
+        ]
         waiting = {file for change in self._waiting for file in change}
         changes: dict[str, dict[str, Found]] = {}
         for file, found in files.items():
             kept = self._kept.get(file)
-            known = file in waiting or file in self._verdicts or (kept is not None and kept.sha256 == found.sha256)
+            known = (
+                file in waiting
+                or file in self._verdicts
+                or (kept is not None and kept.sha256 == found.sha256)
+            )
             if found.data is not None and not known:
-                changes.setdefault(os.path.dirname(file), {})[file] = found  # noqa: PTH120  # paths stay as the user wrote them
+                # Paths stay as the user wrote them
+                changes.setdefault(os.path.dirname(file), {})[file] = found  # noqa: PTH120
         left = AT_ONCE
         for change in sorted(changes.values(), key=_count_bytes):
             left -= _count_bytes(change)
             if left < 0:
                 self._waiting.append(change)
                 waiting.update(change)
-                _LOG.info("checking a large change in the background", extra=make_extra(files=_list_names(list(change))))
+                _LOG.info(
+                    "checking a large change in the background",
+                    extra=make_extra(files=_list_names(list(change))),
+                )
         return waiting
 
     def _choose(self, files: Mapping[str, Found], *, force: bool) -> _Loaded:
         """Choose and compile, in a worker thread; the result has no engine if nothing changes."""
         now = self._clock()
         compiled = self._list_compiled(now) if not force else set()
-        known = {file: verdict for file, verdict in self._verdicts.items() if self._is_still_valid(verdict, file, now)}
+        known = {
+            file: verdict
+            for file, verdict in self._verdicts.items()
+            if self._is_still_valid(verdict, file, now)
+        }
         with _Uncollected():
-            choice = choose(files, self._kept, now, self._rules, afresh=force, known=known, compiled=compiled)
+            choice = choose(
+                files, self._kept, now, self._rules, afresh=force, known=known, compiled=compiled
+            )
             waiting = {file for file, found in files.items() if found.data is None}
             before = {file: kept.sha256 for file, kept in self._kept.items()}
-            mended = self._refused.keys() - choice.refused.keys() - waiting or self._failure is not None
+            mended = (
+                self._refused.keys() - choice.refused.keys() - waiting or self._failure is not None
+            )
             same = before == {file: kept.sha256 for file, kept in choice.kept.items()}
             if same and not mended and not (force and choice.kept.keys() - choice.refused.keys()):
                 _free_all(choice.policies)
-                return _Loaded((), (), (), None, self._kept, now, choice.refused, verdicts=choice.verdicts)
-            return _compile(choice, now, self._find_compiled(choice, compiled), self._share_parts(), shadow=self._shadows)
+                return _Loaded(
+                    (), (), (), None, self._kept, now, choice.refused, verdicts=choice.verdicts
+                )
+            return _compile(
+                choice,
+                now,
+                self._find_compiled(choice, compiled),
+                self._share_parts(),
+                shadow=self._shadows,
+            )
 
     def _is_still_valid(self, verdict: Verdict, file: str, now: datetime) -> bool:
         source = verdict.judged.source if verdict.judged is not None else None
-        return source is None or self._compiled[file].shadow == (self._shadows or source.forces_shadow(now))
+        return source is None or self._compiled[file].shadow == (
+            self._shadows or source.forces_shadow(now)
+        )
 
     def _find_compiled(self, choice: Choice, compiled: Collection[str]) -> dict[str, CompiledFile]:
         found = {}
@@ -376,21 +488,37 @@ class Reloader:
         """Compile the same policies again, in a worker thread; those that have expired since stay in force."""
         compiled = self._list_compiled(now)
         with _Uncollected():
-            choice = choose(dict.fromkeys(self._kept, Found()), self._kept, now, self._rules, compiled=compiled)
-            return _compile(choice, now, self._find_compiled(choice, compiled), self._share_parts(), shadow=self._shadows)
+            choice = choose(
+                dict.fromkeys(self._kept, Found()), self._kept, now, self._rules, compiled=compiled
+            )
+            return _compile(
+                choice,
+                now,
+                self._find_compiled(choice, compiled),
+                self._share_parts(),
+                shadow=self._shadows,
+            )
 
-    async def _note_unreadable(self, found: Mapping[str, Found | BundleError], *, force: bool) -> None:
+    async def _note_unreadable(
+        self, found: Mapping[str, Found | BundleError], *, force: bool
+    ) -> None:
         """Report unreadable paths; a file that stays missing is one failure, not one per recheck."""
         before, self._unreadable = self._unreadable, {}
         for path, error in found.items():
             if isinstance(error, BundleError):
                 known = before.get(path)
                 new = known is None or known.errors != [str(error)] or force
-                self._unreadable[path] = await self._refuse([error], path) if new or known is None else known
+                self._unreadable[path] = (
+                    await self._refuse([error], path) if new or known is None else known
+                )
 
-    async def _note_refused(self, refused: Mapping[str, list[BundleError]], waiting: Collection[str], *, force: bool) -> None:
+    async def _note_refused(
+        self, refused: Mapping[str, list[BundleError]], waiting: Collection[str], *, force: bool
+    ) -> None:
         before = self._refused
-        self._refused = {file: known for file, known in before.items() if file in refused or file in waiting}
+        self._refused = {
+            file: known for file, known in before.items() if file in refused or file in waiting
+        }
         for file, errors in refused.items():
             known, sha256 = before.get(file), self._seen[file]
             if known is None or (known.sha256, known.errors) != (sha256, excerpt(errors)) or force:
@@ -442,18 +570,29 @@ class Reloader:
         for source in sources:
             old, new = before.get(source.file), source.bundle_version
             if old is not None and new is not None and new < old:
-                _LOG.warning("bundle_version went down", extra=make_extra(file=source.file, before=old, now=new))
+                _LOG.warning(
+                    "bundle_version went down",
+                    extra=make_extra(file=source.file, before=old, now=new),
+                )
 
     def _report_expiry(self, now: datetime) -> None:
-        expired = {source.file: at for source in self.sources if (at := source.expires_at) is not None and at <= now}
+        expired = {
+            source.file: at
+            for source in self.sources
+            if (at := source.expires_at) is not None and at <= now
+        }
         for file in expired.keys() - set(self._expired):
-            _LOG.error("bundle expired, its policies keep acting", extra=make_extra(file=file, at=expired[file]))
+            _LOG.error(
+                "bundle expired, its policies keep acting",
+                extra=make_extra(file=file, at=expired[file]),
+            )
         self._expired = frozenset(expired)
         self._metrics.policy_expired.set(len(expired))
 
 
 def _is_below(file: str, path: str) -> bool:
-    return file == path or file.startswith(os.path.join(path, ""))  # noqa: PTH118  # paths stay as the user wrote them
+    # Paths stay as the user wrote them
+    return file == path or file.startswith(os.path.join(path, ""))  # noqa: PTH118
 
 
 async def _log_all(level: int, problems: Sequence[object]) -> None:
@@ -467,7 +606,8 @@ async def _log_all(level: int, problems: Sequence[object]) -> None:
 class _FileSystem:
     """Queries the file system in daemon threads, with a timeout.
 
-    Unlike asyncio's worker threads, a daemon thread that never returns does not keep the process from exiting.
+    Unlike asyncio's worker threads, a daemon thread that never returns does not keep the process
+    from exiting.
     """
 
     def __init__(self) -> None:
@@ -476,7 +616,8 @@ class _FileSystem:
     async def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `question`; raises TimeoutError after `READ_SECONDS`.
 
-        A call that is still running is neither repeated nor waited for, so that stuck threads and delays do not pile up.
+        A call that is still running is neither repeated nor waited for, so that stuck threads and
+        delays do not pile up.
         """
         asked = (question, *[arg for arg in args if isinstance(arg, str)])
         answer, seconds = self._asked.get(asked), 0.0
@@ -520,7 +661,9 @@ class _Loaded(NamedTuple):
 def _read(path: str) -> tuple[dict[str, Found | BundleError], list[BundleError]]:
     """The files below a path, with hashes or errors, and warnings about files that are not read."""
     files = {
-        name: content if isinstance(content, BundleError) else Found(content, hashlib.sha256(content).hexdigest())
+        name: content
+        if isinstance(content, BundleError)
+        else Found(content, hashlib.sha256(content).hexdigest())
         for name, content in read_each([path]).items()
     }
     return files, find_unread([path])
@@ -548,7 +691,11 @@ def build(  # noqa: PLR0913  # everything that decides the result
 
 
 def _load(
-    files: Mapping[str, bytes], settings: Settings, now: datetime, unreadable: Sequence[BundleError], rules: FileRules
+    files: Mapping[str, bytes],
+    settings: Settings,
+    now: datetime,
+    unreadable: Sequence[BundleError],
+    rules: FileRules,
 ) -> _Loaded:
     """Load at startup; raises BundleErrors, starting with `unreadable`."""
     found = {file: Found(data, hashlib.sha256(data).hexdigest()) for file, data in files.items()}
@@ -557,11 +704,19 @@ def _load(
         if (choice.refused or unreadable) and not (settings.on_bad_file == "skip" and choice.kept):
             _free_all(choice.policies)
             allow = rules.allow_unenforced
-            build(files, now, allow_unenforced=allow, unreadable=unreadable, namespaces=rules.namespaces)
+            build(
+                files,
+                now,
+                allow_unenforced=allow,
+                unreadable=unreadable,
+                namespaces=rules.namespaces,
+            )
         return _compile(choice, now, {}, Parts(), shadow=settings.shadow or settings.watches)
 
 
-def _compile(choice: Choice, now: datetime, known: Mapping[str, CompiledFile], parts: Parts, *, shadow: bool) -> _Loaded:
+def _compile(
+    choice: Choice, now: datetime, known: Mapping[str, CompiledFile], parts: Parts, *, shadow: bool
+) -> _Loaded:
     policies = choice.policies
     engine = Engine(policies, now, shadow=shadow, known=known, parts=parts)
     overlaps = tuple(find_overlaps(policies.sources))
@@ -595,7 +750,11 @@ def _check_change(
             else:
                 verdict = verdict._replace(judged=None)
             made[file] = verdict, compiled
-            for items in (parsed.entries, parsed.ids, *((source.policies, source.kill_switches) if source is not None else ())):
+            for items in (
+                parsed.entries,
+                parsed.ids,
+                *((source.policies, source.kill_switches) if source is not None else ()),
+            ):
                 _free(items)
     _trim()
     return made
@@ -625,7 +784,10 @@ def _list_digests(sources: Iterable[Source]) -> dict[str, int]:
 
 
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
-    """The effect of a reload: the ids `added`, `removed` and `changed`, or None for each. Compares digests by id."""
+    """The effect of a reload: the ids `added`, `removed` and `changed`, or None for each.
+
+    Compares digests by id.
+    """
     found = {
         "added": [name for name in after if name not in before],
         "removed": [name for name in before if name not in after],
@@ -662,7 +824,8 @@ def _trim() -> None:
 class _Uncollected:
     """Exempts objects made in this context from garbage collection, which would stall the event loop while it visits them.
 
-    Policies have no reference cycles, so they are freed without the collector. Several threads may be inside.
+    Policies have no reference cycles, so they are freed without the collector. Several threads may
+    be inside.
     """
 
     _lock = threading.Lock()
@@ -705,9 +868,12 @@ def _watch_changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], 
 def _list_directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
     """The directories to watch, because a watch on a file is lost when the file is replaced.
 
-    Subdirectories are not included: a policy file in `/` must not cause the whole disk to be watched.
+    Subdirectories are not included: a policy file in `/` must not cause the whole disk to be
+        watched.
     """
-    found = {str(parent) for file in files if (parent := Path(os.path.realpath(file)).parent).is_dir()}
+    found = {
+        str(parent) for file in files if (parent := Path(os.path.realpath(file)).parent).is_dir()
+    }
     for path in paths:
         if Path(path).is_dir():
             found.update(find_directories(path, lambda *_: None))

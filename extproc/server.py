@@ -69,8 +69,9 @@ _YOUNG_OBJECTS = 10_000
 
 SWITCH_SECONDS = 0.0002
 """How long a thread keeps the interpreter lock while another waits for it; Python's default is 5 ms. Threads load policies and
-make admin pages, and the event loop waits for them. On a busy machine, half of these waits take 10 ms or more; with this
-value, 1.5 to 3 ms. Lower values gain nothing. The threads need no more CPU time.
+make admin pages, and the event loop waits for them. On a busy machine, half of these waits take 10
+ms or more; with this value, 1.5 to 3 ms. Lower values gain nothing. The threads need no more CPU
+time.
 """
 
 _LOOK_SECONDS = 1.0
@@ -118,31 +119,49 @@ class Server:
         # Counts while a shared store is down; a memory store needs no other.
         local = store if isinstance(store, MemoryStore) else MemoryStore(metrics)
         self.service = Service(self._reloader.engine, store, local, metrics, settings, key)
-        metrics.list_unenforced = lambda: [(part.policy, part.part) for part in self._list_unenforced()]
+        metrics.list_unenforced = lambda: [
+            (part.policy, part.part) for part in self._list_unenforced()
+        ]
         self._overrides = OverrideService(store, self.service, metrics)
         self._health = Health()
         # Import only the chosen one.
-        transport: Callable[[Service, Health], Transport] = resolve_name(_TRANSPORTS[settings.transport])
+        transport: Callable[[Service, Health], Transport] = resolve_name(
+            _TRANSPORTS[settings.transport]
+        )
         self._grpc = transport(self.service, self._health)
         replica = make_replica_name()
         self._sharing = Sharing(self.service.pairs, store, replica)
         self._events = open_events(settings, f"loopguard/{replica}", metrics)
         reporter = self.service.reporter
         loops = Board("looping", LoopDocument, reporter.loops, store, self._shows_callers, replica)
-        sessions = Board("sessions", SessionDocument, reporter.sessions, store, self._shows_callers, replica)
-        incidents = Board("incidents", IncidentDocument, reporter.incidents, store, self._shows_callers, replica)
-        coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
-        budgets = Board("budgets", BudgetDocument, reporter.budgets, store, self._shows_callers, replica)
+        sessions = Board(
+            "sessions", SessionDocument, reporter.sessions, store, self._shows_callers, replica
+        )
+        incidents = Board(
+            "incidents", IncidentDocument, reporter.incidents, store, self._shows_callers, replica
+        )
+        coverage = Board(
+            "coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica
+        )
+        budgets = Board(
+            "budgets", BudgetDocument, reporter.budgets, store, self._shows_callers, replica
+        )
         self._replicas = ReplicaWatch(store, replica, self._shares_budgets, self._note_replicas)
         self._boards: list[Board[Any]] = [loops, sessions, incidents, coverage, budgets]
         self._overrides.list_seen = lambda: find_seen(loops.view(), sessions.view(), budgets.view())
         self._overrides.list_budgets = lambda: budgets.view().document.rows
-        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions)
+        loop_pages = LoopPages(
+            loops, Prices(settings.price or None), self._shows_callers, incidents, sessions
+        )
         session_pages = SessionPages(sessions, self._shows_callers)
         budget_pages = BudgetPages(budgets, self._shows_callers)
         budget_pages.has_budgets = self._has_budgets
-        loop_pages.list_orders = session_pages.list_orders = budget_pages.list_orders = self._overrides.list_standing
-        coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
+        loop_pages.list_orders = session_pages.list_orders = budget_pages.list_orders = (
+            self._overrides.list_standing
+        )
+        coverage_pages = CoveragePages(
+            coverage, self._read_coverage_state, self._reloader.locate_policies
+        )
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         self._credentials = Credentials(settings.admin_token_file, settings.admin_socket)
         canary_pages = CanaryPages(self._sharing, lambda: self._loop)
@@ -243,7 +262,10 @@ class Server:
         try:
             path = write_token(int(admin.rpartition(":")[2]))
         except OSError as error:
-            _LOG.warning("no orders over this admin port without --admin-token-file", extra=make_extra(error=str(error)))
+            _LOG.warning(
+                "no orders over this admin port without --admin-token-file",
+                extra=make_extra(error=str(error)),
+            )
             return None
         self._credentials.share(path)
         return str(path)
@@ -251,7 +273,9 @@ class Server:
     def _name_key_source(self) -> str:
         if self._settings.hash_key_file:
             return "file"
-        return "store" if self._key_sharing is not None and self._key_sharing.is_shared else "process"
+        return (
+            "store" if self._key_sharing is not None and self._key_sharing.is_shared else "process"
+        )
 
     def _guard_the_port(self) -> None:
         """Watch the certificates, or warn if there are none and other machines can connect."""
@@ -260,8 +284,10 @@ class Server:
             self._certificates.watch()
         elif not (listen.is_local or self._settings.allow_plaintext):
             _LOG.warning(
-                "anyone who can reach this port can submit requests under any caller's identity: set --tls-cert, --tls-key and"
-                " --tls-client-ca, listen on a Unix socket, or set --allow-plaintext if a mesh or network policy limits access",
+                "anyone who can reach this port can submit requests under any caller's identity: "
+                "set --tls-cert, --tls-key and"
+                " --tls-client-ca, listen on a Unix socket, or set --allow-plaintext if a mesh or "
+                "network policy limits access",
                 extra=make_extra(listen=listen.text),
             )
 
@@ -280,7 +306,10 @@ class Server:
     def _on_show_callers(self) -> None:
         reporter = self.service.reporter
         reporter.show_callers = not reporter.show_callers
-        _LOG.warning(f"SIGUSR1: callers are {'shown by their values' if reporter.show_callers else 'shown by a hash'}")
+        _LOG.warning(
+            "SIGUSR1: callers are "
+            f"{'shown by their values' if reporter.show_callers else 'shown by a hash'}"
+        )
 
     def _shows_callers(self) -> bool:
         return self.service.reporter.show_callers
@@ -290,7 +319,9 @@ class Server:
             watched = {plan.id for plan in self.service.engine.plans if plan.shadow}
             for plan in engine.plans:
                 if plan.id in watched and not plan.shadow:
-                    self._events.emit("policy_promoted", plan.id, {"policy": plan.id, "mode": plan.mode})
+                    self._events.emit(
+                        "policy_promoted", plan.id, {"policy": plan.id, "mode": plan.mode}
+                    )
         self.service.follow(engine)
 
     async def _watch_for_events(self) -> None:
@@ -298,10 +329,20 @@ class Server:
         if self._events is None:
             return
         emit = self._events.emit
-        self._overrides.emit = lambda kind, override: emit(kind, override.name, describe_override(override))
-        self._store_care.emit = lambda told: emit("store_emptied", redact_url(self._settings.store), told)
-        loops, sessions = LoopEvents(emit, self._shows_callers), SessionEvents(emit, self._shows_callers)
-        incidents, budgets = IncidentEvents(emit, self._shows_callers), BudgetEvents(emit, self._shows_callers)
+        self._overrides.emit = lambda kind, override: emit(
+            kind, override.name, describe_override(override)
+        )
+        self._store_care.emit = lambda told: emit(
+            "store_emptied", redact_url(self._settings.store), told
+        )
+        loops, sessions = (
+            LoopEvents(emit, self._shows_callers),
+            SessionEvents(emit, self._shows_callers),
+        )
+        incidents, budgets = (
+            IncidentEvents(emit, self._shows_callers),
+            BudgetEvents(emit, self._shows_callers),
+        )
         health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -311,7 +352,11 @@ class Server:
             budgets.look(self.service.reporter.budgets.copy(), time.time())
             now = self._store.health()
             if (now == "ok") != (health == "ok"):
-                emit("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})
+                emit(
+                    "store_back" if now == "ok" else "store_lost",
+                    redact_url(self._settings.store),
+                    {"health": now},
+                )
             health = now
 
     async def _drain(self) -> None:
@@ -319,10 +364,13 @@ class Server:
         self._health.set(serving=False)
         _LOG.info("draining", extra=make_extra(streams=self.service.streams))
         await _wait(self._skip_delay, self._settings.drain_delay)
-        stopping = asyncio.create_task(self._grpc.stop(self._settings.drain_timeout + _LAST_WORDS_SECONDS))
+        stopping = asyncio.create_task(
+            self._grpc.stop(self._settings.drain_timeout + _LAST_WORDS_SECONDS)
+        )
         grace = asyncio.create_task(_wait(self._skip_grace, self._settings.drain_timeout))
         await asyncio.wait({stopping, grace}, return_when=asyncio.FIRST_COMPLETED)
-        self.service.release()  # let held requests and unfinished uploads through instead of cutting them off
+        # Let held requests and unfinished uploads through instead of cutting them off
+        self.service.release()
         await stopping
         grace.cancel()
 
@@ -335,17 +383,30 @@ class Server:
     def _healthz(self) -> Page:
         silent = time.monotonic() - self._beat
         if silent > _STALLED_SECONDS:
-            return Page(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "stalled", "seconds": round(silent)})
+            return Page(
+                HTTPStatus.SERVICE_UNAVAILABLE, {"status": "stalled", "seconds": round(silent)}
+            )
         return Page(HTTPStatus.OK, {"status": "ok"})
 
     def _readyz(self) -> Page:
-        status = "draining" if self._stop.is_set() else "ready" if self._health.serving else "starting"
+        status = (
+            "draining" if self._stop.is_set() else "ready" if self._health.serving else "starting"
+        )
         code = HTTPStatus.OK if status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
         unenforced = len(self._list_unenforced())
         missing: dict[str, Any] = {"unenforced": unenforced} if unenforced else {}
         if refused := [file for file in self._reloader.refusals if file]:
             missing["refused"] = refused
-        return Page(code, {"status": status, "build": BUILD, "store": self._store.health(), **missing, **self._tell_watching()})
+        return Page(
+            code,
+            {
+                "status": status,
+                "build": BUILD,
+                "store": self._store.health(),
+                **missing,
+                **self._tell_watching(),
+            },
+        )
 
     def _tell_watching(self) -> dict[str, str]:
         return {"watching": WATCHING} if self._settings.watches else {}
@@ -393,12 +454,19 @@ class Server:
             refused=refusal.errors if refusal is not None else [],
             unenforced=len(self._list_unenforced()),
             ramps=[
-                (plan.id, plan.ramp.percent, len(plan.ramp.inside), len(plan.ramp.inside) + len(plan.ramp.outside))
+                (
+                    plan.id,
+                    plan.ramp.percent,
+                    len(plan.ramp.inside),
+                    len(plan.ramp.inside) + len(plan.ramp.outside),
+                )
                 for plan in [*plans, *self.service.handed_over.list_plans()]
                 if plan.ramp is not None
             ],
             persistence=care.persistence,
-            must_keep=limits_sessions or self._has_budgets() or bool(self._overrides.list_standing()),
+            must_keep=limits_sessions
+            or self._has_budgets()
+            or bool(self._overrides.list_standing()),
             emptied=care.emptied,
             kept_since=care.since,
         )
@@ -415,10 +483,15 @@ class Server:
         self._metrics.replicas.set(number)
 
 
-def find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
+def find_seen(
+    loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]
+) -> Seen:
     """The hashes that all replicas have reported."""
     in_sessions: list[Loop | SessionRow] = [*loops.document.loops, *sessions.document.rows]
-    rows: list[Loop | SessionRow | BudgetRow] = [*in_sessions, *[row for row in budgets.document.rows if row.orderable]]
+    rows: list[Loop | SessionRow | BudgetRow] = [
+        *in_sessions,
+        *[row for row in budgets.document.rows if row.orderable],
+    ]
     callers = {(name, row.tenant) for row in rows for name in list_names(row)}
     named = [(row.policy, name) for row in rows for name in list_names(row)]
     in_sessions_named = [(row.policy, row.session) for row in in_sessions]

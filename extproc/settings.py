@@ -54,7 +54,8 @@ def parse_address(text: str) -> Address:
     if text.startswith("unix:/"):
         return Address(text)
     found = _HOST_PORT.fullmatch(text)
-    if found is None or text.startswith("unix:") or int(found["port"]) > 65_535:  # noqa: PLR2004  # 16 bits
+    # 16 bits
+    if found is None or text.startswith("unix:") or int(found["port"]) > 65_535:  # noqa: PLR2004
         raise ValueError("must be HOST:PORT or unix:/PATH")
     host, port = found["host"], found["port"]
     return Address(text if host else f"[::]:{port}", host.strip("[]") or "::", int(port))
@@ -103,7 +104,10 @@ def parse_subject_name(text: str) -> SubjectName:
     except ValueError:
         pass
     if not _DNS_NAME.fullmatch(text):
-        raise ValueError("must be a DNS name, an IP address or a URI such as spiffe://cluster.local/ns/gateways/sa/envoy")
+        raise ValueError(
+            "must be a DNS name, an IP address or a URI such as "
+            "spiffe://cluster.local/ns/gateways/sa/envoy"
+        )
     return SubjectName("DNS", text.lower())
 
 
@@ -127,19 +131,26 @@ class Settings:
     policy: tuple[str, ...] = option(
         (),
         _parse_paths,
-        "policy file or directory; repeatable (in the environment separated by ':'); default: the preset agents in shadow mode",
+        (
+            "policy file or directory; repeatable (in the environment separated by ':'); default: "
+            "the "
+            "preset agents in shadow mode"
+        ),
         "PATH",
         gather=tuple,
     )
     namespace_of: tuple[str, ...] = option(
         (),
         _parse_words,
-        "policies below PATH may only select these hosts, paths and routes, and their ids must start with PREFIX; repeatable"
+        "policies below PATH may only select these hosts, paths and routes, and their ids must "
+        "start with PREFIX; repeatable"
         " (in the environment separated by spaces)",
         "PATH=host:NAME,path:/PREFIX,route:NAME,id:PREFIX",
         gather=tuple,
     )
-    listen: Address = option("127.0.0.1:50051", parse_address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
+    listen: Address = option(
+        "127.0.0.1:50051", parse_address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH"
+    )
     tls_cert: str = option("", str, "server certificate chain; turns on mutual TLS", "PATH")
     tls_key: str = option("", str, "private key of the server certificate", "PATH")
     tls_client_ca: str = option("", str, "CA certificates to verify clients with", "PATH")
@@ -151,55 +162,114 @@ class Settings:
         gather=",".join,
     )
     allow_plaintext: bool = switch("do not warn about a port without TLS")
-    transport: Literal["fast", "grpcio"] = choice("gRPC server: fast is built in, grpcio is the reference", "fast", "grpcio")
+    transport: Literal["fast", "grpcio"] = choice(
+        "gRPC server: fast is built in, grpcio is the reference", "fast", "grpcio"
+    )
     admin: Address = option(
-        "127.0.0.1:9900", parse_address, "the admin port: the page of loops, /metrics and others", "HOST:PORT"
+        "127.0.0.1:9900",
+        parse_address,
+        "the admin port: the page of loops, /metrics and others",
+        "HOST:PORT",
     )
     admin_token_file: str = option(
         "",
         str,
-        "file of tokens, one per line, for orders over the admin port; default on loopback: one for this server's user",
+        (
+            "file of tokens, one per line, for orders over the admin port; default on loopback: "
+            "one "
+            "for this server's user"
+        ),
         "PATH",
     )
-    admin_socket: str = option("", str, "also serve the admin port on a Unix socket, for this server's user only", "PATH")
-    store: str = option("memory://", str, "where counts are kept", "URL")
-    store_timeout: float = option(0.05, _parse_timeout, "how long a request waits for the store", "SECONDS")
-    store_password: str = option("", str, "password of the store, if it is not in the URL", ENVIRONMENT_ONLY)
-    store_password_file: str = option("", str, "file with the password of the store, read on every connect", "PATH")
-    hash_key_file: str = option(
-        "", str, "key of keyed hashes, the same for all replicas (default: they share one through the store)", "PATH"
+    admin_socket: str = option(
+        "", str, "also serve the admin port on a Unix socket, for this server's user only", "PATH"
     )
-    scope: str = option("", _parse_scope, "processes with different scopes count separately in one store", "NAME")
+    store: str = option("memory://", str, "where counts are kept", "URL")
+    store_timeout: float = option(
+        0.05, _parse_timeout, "how long a request waits for the store", "SECONDS"
+    )
+    store_password: str = option(
+        "", str, "password of the store, if it is not in the URL", ENVIRONMENT_ONLY
+    )
+    store_password_file: str = option(
+        "", str, "file with the password of the store, read on every connect", "PATH"
+    )
+    hash_key_file: str = option(
+        "",
+        str,
+        (
+            "key of keyed hashes, the same for all replicas (default: they share one through the "
+            "store)"
+        ),
+        "PATH",
+    )
+    scope: str = option(
+        "", _parse_scope, "processes with different scopes count separately in one store", "NAME"
+    )
     on_store_error: Literal["allow", "reject"] = choice(
-        "while the store is down, allow: count in this process; reject: answer 503", "allow", "reject"
+        "while the store is down, allow: count in this process; reject: answer 503",
+        "allow",
+        "reject",
     )
     on_bad_file: Literal["exit", "skip"] = choice(
-        "if a policy file has errors at startup, exit: end the process; skip: start with the other files", "exit", "skip"
+        (
+            "if a policy file has errors at startup, exit: end the process; skip: start with the "
+            "other files"
+        ),
+        "exit",
+        "skip",
     )
     shadow: bool = switch("force every policy into shadow mode: count and report, never act")
-    record: bool = switch("add a record of each matched request, with hashed callers, to the access log")
-    allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")
-    allow_unenforced: bool = switch("start even if parts of a bundle are not enforced, such as rules with ip:country")
-    max_streams: int = option(20_000, _parse_positive, "maximum open streams; further requests pass at once", "N")
-    max_connections: int = option(
-        10_000, _parse_positive, "maximum connections; beyond it, the longest idle ones are closed", "N"
+    record: bool = switch(
+        "add a record of each matched request, with hashed callers, to the access log"
     )
-    max_throttled: int = option(10_000, _parse_positive, "maximum throttled requests at once; a tenth of that per tenant", "N")
+    allow_unverified_jwt: bool = switch(
+        "read jwt: limit keys from bearer tokens with unverified signatures"
+    )
+    allow_unenforced: bool = switch(
+        "start even if parts of a bundle are not enforced, such as rules with ip:country"
+    )
+    max_streams: int = option(
+        20_000, _parse_positive, "maximum open streams; further requests pass at once", "N"
+    )
+    max_connections: int = option(
+        10_000,
+        _parse_positive,
+        "maximum connections; beyond it, the longest idle ones are closed",
+        "N",
+    )
+    max_throttled: int = option(
+        10_000,
+        _parse_positive,
+        "maximum throttled requests at once; a tenth of that per tenant",
+        "N",
+    )
     drain_delay: float = option(
         5.0,
         _parse_delay,
         "after SIGTERM, how long to keep serving with health NOT_SERVING",
         "SECONDS",
     )
-    drain_timeout: float = option(35.0, _parse_delay, "after the delay, time for open streams to finish", "SECONDS")
+    drain_timeout: float = option(
+        35.0, _parse_delay, "after the delay, time for open streams to finish", "SECONDS"
+    )
     log_format: LogFormat = choice("format of log lines", "text", "json")
-    log_level: str = choice("lowest level to log", "debug", "info", "warning", "error", default="info")
-    show_callers: bool = switch("show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 toggles it)")
-    events: str = option("", str, "send events to other programs, as CloudEvents", "FILE|-|https://...")
+    log_level: str = choice(
+        "lowest level to log", "debug", "info", "warning", "error", default="info"
+    )
+    show_callers: bool = switch(
+        "show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 toggles it)"
+    )
+    events: str = option(
+        "", str, "send events to other programs, as CloudEvents", "FILE|-|https://..."
+    )
     events_secret_file: str = option("", str, "file with the secret that signs events", "PATH")
     events_ca: str = option("", str, "CA certificates to verify the receiver with", "PATH")
     price: float = option(
-        0.0, _parse_price, "US dollars per million input tokens, in /loops; default: from genai-prices", "USD"
+        0.0,
+        _parse_price,
+        "US dollars per million input tokens, in /loops; default: from genai-prices",
+        "USD",
     )
 
     @property
@@ -221,7 +291,10 @@ def find_unknown(environ: Mapping[str, str]) -> list[str]:
         name = variable.removeprefix(ENV_PREFIX)
         if variable.startswith(ENV_PREFIX) and name not in known and not name.startswith(_NOT_OURS):
             close = difflib.get_close_matches(name, known, n=1)
-            found.append(f"{variable} is not a setting" + (f"; did you mean {ENV_PREFIX}{close[0]}?" if close else ""))
+            found.append(
+                f"{variable} is not a setting"
+                + (f"; did you mean {ENV_PREFIX}{close[0]}?" if close else "")
+            )
     return found
 
 

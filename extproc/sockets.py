@@ -16,7 +16,9 @@ BACKLOG: Final = 1_024
 """Length of the kernel's queue of connections to accept."""
 
 
-def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int | None = None) -> socket.socket:
+def open_listening_socket(
+    address: Address, flag: str = "--listen", *, mode: int | None = None
+) -> socket.socket:
     """Open a socket that listens on `address`, the value of `flag`; raises LoopguardError with the reason.
 
     A stale Unix socket is replaced. The socket's file gets `mode`, or the umask's default.
@@ -26,12 +28,18 @@ def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int
             return _bind_unix(address.text.removeprefix("unix:"), mode)
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         both = family is socket.AF_INET6 and address.host == "::" and socket.has_dualstack_ipv6()
-        made = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; no answer waits for an ACK
+        made = socket.create_server(
+            (address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
+        made.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # connections inherit it; no answer waits for an ACK
         return made  # noqa: TRY300  # in one piece
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with {flag}") from None
+        raise LoopguardError(
+            f"cannot listen on {address.text}: {reason}; choose another with {flag}"
+        ) from None
 
 
 def keep_alive(connection: socket.socket, probe_seconds: int = 10) -> None:
@@ -39,7 +47,11 @@ def keep_alive(connection: socket.socket, probe_seconds: int = 10) -> None:
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", probe_seconds), ("TCP_KEEPCNT", 3)):
+    for option, value in (
+        ("TCP_KEEPIDLE", 30),
+        ("TCP_KEEPINTVL", probe_seconds),
+        ("TCP_KEEPCNT", 3),
+    ):
         if hasattr(socket, option):  # Linux has them all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

@@ -1,7 +1,7 @@
 """A histogram of plain numbers for the hot path, where prometheus-client's would be too slow; `metrics` exports it.
 
-Only the event loop writes. The thread that answers a scrape only reads; it may see a request in one number but not yet in
-another.
+Only the event loop writes. The thread that answers a scrape only reads; it may see a request in one
+number but not yet in another.
 """
 
 from __future__ import annotations

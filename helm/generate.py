@@ -47,7 +47,14 @@ KUBERNETES = "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
 OWN_VALUES = {
     *("policy", "namespace_of", "listen", "admin", "shadow", "drain_delay", "drain_timeout"),
     *("store", "store_password", "store_password_file"),
-    *("admin_token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_client_san", "allow_plaintext"),
+    *(
+        "admin_token_file",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "tls_client_san",
+        "allow_plaintext",
+    ),
 }
 """Settings that the templates derive from values with other names."""
 
@@ -136,7 +143,14 @@ def _is_map(value: Value) -> bool:
 # ---- values.schema.json
 
 
-_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 
 
 def values_schema(values: Sequence[Value]) -> Schema:
@@ -150,7 +164,10 @@ def values_schema(values: Sequence[Value]) -> Schema:
         "additionalProperties": False,
         "properties": properties,
     }
-    return {**made, "definitions": _used(made, {**kubernetes(), **policies(), **MESH, "Settings": settings()})}
+    return {
+        **made,
+        "definitions": _used(made, {**kubernetes(), **policies(), **MESH, "Settings": settings()}),
+    }
 
 
 def _schema(value: Value) -> Schema:
@@ -175,7 +192,11 @@ MESH: Schema = {
             "name": {"type": "string", "minLength": 1},
             "virtualHost": {"type": "string", "minLength": 1},
             "bodyMode": {"enum": ["strict", "tolerant"]},
-            "policies": {"type": "array", "minItems": 1, "items": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"}},
+            "policies": {
+                "type": "array",
+                "minItems": 1,
+                "items": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
+            },
             "bundle": {"$ref": f"{REFERENCE}RouteBundle"},
         },
     },
@@ -184,11 +205,21 @@ MESH: Schema = {
         "additionalProperties": False,
         "required": ["configMap"],
         "properties": {
-            "configMap": {"type": "string", "pattern": "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", "maxLength": 253},
-            "hosts": {"type": "array", "items": {"type": "string", "pattern": r"^[A-Za-z0-9_.-]+$"}},
+            "configMap": {
+                "type": "string",
+                "pattern": "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+                "maxLength": 253,
+            },
+            "hosts": {
+                "type": "array",
+                "items": {"type": "string", "pattern": r"^[A-Za-z0-9_.-]+$"},
+            },
             "paths": {"type": "array", "items": {"type": "string", "pattern": r"^/[^,\s?#]*$"}},
             "routes": {"type": "array", "items": {"type": "string", "pattern": r"^[^,\s]+$"}},
-            "ids": {"type": "array", "items": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,127}$"}},
+            "ids": {
+                "type": "array",
+                "items": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,127}$"},
+            },
         },
     },
     "TargetRef": {
@@ -212,15 +243,23 @@ def settings() -> Schema:
     for item in fields(Settings):
         if item.name in OWN_VALUES:
             continue
-        choices = typing.get_args(hints[item.name]) or re.fullmatch(r"[a-z]+(\|[a-z]+)+", item.metadata["metavar"])
+        choices = typing.get_args(hints[item.name]) or re.fullmatch(
+            r"[a-z]+(\|[a-z]+)+", item.metadata["metavar"]
+        )
         described: Schema = {"type": _TYPES[type(item.default)]}
         if choices:
             described = {"enum": item.metadata["metavar"].split("|")}
-        elif described["type"] in ("integer", "number") and not _accepts(item.metadata["parse"], "0"):
+        elif described["type"] in ("integer", "number") and not _accepts(
+            item.metadata["parse"], "0"
+        ):
             described["exclusiveMinimum"] = 0
         first, *rest = item.name.split("_")
         name = first + "".join(part.capitalize() for part in rest)
-        properties[name] = {**described, "description": item.metadata["help"], "default": item.default}
+        properties[name] = {
+            **described,
+            "description": item.metadata["help"],
+            "default": item.default,
+        }
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
@@ -245,7 +284,11 @@ def _strip_remarks(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
         return [_strip_remarks(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _strip_remarks(item) for key, item in schema.items() if key != "format" and not _is_remark(key, item)}
+    return {
+        key: _strip_remarks(item)
+        for key, item in schema.items()
+        if key != "format" and not _is_remark(key, item)
+    }
 
 
 def _is_remark(key: str, item: object) -> bool:
@@ -287,10 +330,17 @@ def convert(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
         return schema
     if "$ref" in schema:
         if constraints := schema.keys() - {"$ref", "description", "default"}:
-            raise ChartError(f"draft-07 ignores keywords beside $ref: {', '.join(sorted(constraints))}")
+            raise ChartError(
+                f"draft-07 ignores keywords beside $ref: {', '.join(sorted(constraints))}"
+            )
         return {"$ref": REFERENCE + schema["$ref"].rpartition("/")[2]}
-    if unknown := schema.keys() - _KEYWORDS.keys() - {"title", "discriminator"}:  # both are annotations
-        raise ChartError(f"unknown keywords: {', '.join(sorted(unknown))}; check that they mean the same in draft-07")
+    if (
+        unknown := schema.keys() - _KEYWORDS.keys() - {"title", "discriminator"}
+    ):  # both are annotations
+        raise ChartError(
+            f"unknown keywords: {', '.join(sorted(unknown))}; check that they mean the same in "
+            "draft-07"
+        )
     return {
         key: _KEYWORDS[key](item)
         for key, item in schema.items()
@@ -315,11 +365,17 @@ def _first_paragraph(text: str) -> str:
 
 
 _KEYWORDS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("items", "additionalProperties", "propertyNames", "not", "if", "then", "else"), convert),
+    **dict.fromkeys(
+        ("items", "additionalProperties", "propertyNames", "not", "if", "then", "else"), convert
+    ),
     **dict.fromkeys(("anyOf", "oneOf", "allOf"), _many),
     **dict.fromkeys(("properties", "patternProperties"), _named),
-    **dict.fromkeys(("type", "enum", "const", "required", "pattern", "format", "default"), _as_it_is),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), _as_it_is),
+    **dict.fromkeys(
+        ("type", "enum", "const", "required", "pattern", "format", "default"), _as_it_is
+    ),
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), _as_it_is
+    ),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "uniqueItems"), _as_it_is),
     **dict.fromkeys(("minProperties", "maxProperties"), _as_it_is),
     "description": _first_paragraph,
@@ -355,7 +411,11 @@ def _by_type(branches: Sequence[Schema], definitions: Schema) -> Schema | None:
     for branch, found in zip(reversed(branches), reversed(kinds), strict=True):
         if branch.keys() == {"type"}:
             continue
-        if len(branches) == 2 and ["null"] in kinds and branch.keys().isdisjoint({"$ref", "enum", "const"}):  # noqa: PLR2004
+        if (
+            len(branches) == 2  # noqa: PLR2004
+            and ["null"] in kinds
+            and branch.keys().isdisjoint({"$ref", "enum", "const"})
+        ):
             made = branch  # its other keywords ignore null
         else:
             step: Schema = {"if": {"type": found}, "then": branch}
@@ -380,15 +440,26 @@ def policies() -> Schema:
     definitions: Schema = {name: choose(made, raw) for name, made in raw.items()}
     definitions |= _on_routes(definitions)
     definitions["Spec"]["allOf"] = [_selector_rule(definitions)]
-    definitions["LoopDetection"]["allOf"] = [*_required_rules(definitions), *_ownership_rules(definitions), _log_rule()]
+    definitions["LoopDetection"]["allOf"] = [
+        *_required_rules(definitions),
+        *_ownership_rules(definitions),
+        _log_rule(),
+    ]
     return definitions
 
 
 def _on_routes(definitions: Schema) -> Schema:
     """A bundle of a route, whose policies need no selector."""
-    spec = {**definitions["Spec"], "required": [key for key in definitions["Spec"]["required"] if key != "selector"]}
+    spec = {
+        **definitions["Spec"],
+        "required": [key for key in definitions["Spec"]["required"] if key != "selector"],
+    }
     renamed = {f"{REFERENCE}{name}": f"{REFERENCE}Route{name}" for name in ("Policy", "Spec")}
-    made = {"RouteSpec": spec, "RoutePolicy": definitions["Policy"], "RouteBundle": definitions["Bundle"]}
+    made = {
+        "RouteSpec": spec,
+        "RoutePolicy": definitions["Policy"],
+        "RouteBundle": definitions["Bundle"],
+    }
     return {name: _rename_references(schema, renamed) for name, schema in made.items()}
 
 
@@ -403,15 +474,25 @@ def _rename_references(schema: Any, renamed: Mapping[str, str]) -> Any:  # noqa:
 
 def _selector_rule(definitions: Schema) -> Schema:
     """A selector needs one of the keys that are enough for the loader."""
-    enough = [key for key in definitions["Selector"]["properties"] if not _complaints({"selector": {key: "/"}})]
+    enough = [
+        key
+        for key in definitions["Selector"]["properties"]
+        if not _complaints({"selector": {key: "/"}})
+    ]
     given = [_required([key], definitions["Selector"]) for key in enough]
     return {"properties": {"selector": {"anyOf": given}}}
 
 
 def _required(keys: Sequence[str], definition: Schema) -> Schema:
     """Require all of these keys, and values other than null."""
-    kinds = {key: [kind for kind in _kinds(definition["properties"][key], {}) if kind != "null"] for key in keys}
-    return {"required": [*keys], "properties": {key: {"type": found} for key, found in kinds.items()}}
+    kinds = {
+        key: [kind for kind in _kinds(definition["properties"][key], {}) if kind != "null"]
+        for key in keys
+    }
+    return {
+        "required": [*keys],
+        "properties": {key: {"type": found} for key, found in kinds.items()},
+    }
 
 
 SAMPLE = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 5}
@@ -421,8 +502,15 @@ def _required_rules(definitions: Schema) -> Iterator[Schema]:
     """The keys that an enabled detector needs, by similarity."""
     for similarity in _similarities(definitions):
         sample = SAMPLE | {"similarity": similarity}
-        needed = [key for key in SAMPLE if _loop_complaints({name: sample[name] for name in sample if name != key})]
-        when = {"properties": {"enabled": {"const": True}, "similarity": {"const": similarity}}, "required": ["enabled"]}
+        needed = [
+            key
+            for key in SAMPLE
+            if _loop_complaints({name: sample[name] for name in sample if name != key})
+        ]
+        when = {
+            "properties": {"enabled": {"const": True}, "similarity": {"const": similarity}},
+            "required": ["enabled"],
+        }
         if similarity != definitions["LoopDetection"]["properties"]["similarity"]["default"]:
             when["required"] = ["enabled", "similarity"]
         yield {"if": when, "then": _required(needed, definitions["LoopDetection"])}
@@ -434,9 +522,14 @@ def _ownership_rules(definitions: Schema) -> Iterator[Schema]:
     similarities = _similarities(definitions)
     for key, described in definitions["LoopDetection"]["properties"].items():
         sample = {key: described.get("default")}
-        owners = [name for name in similarities if not _loop_complaints({"similarity": name, **sample})]
+        owners = [
+            name for name in similarities if not _loop_complaints({"similarity": name, **sample})
+        ]
         if key not in SAMPLE and key != "similarity" and owners != similarities:
-            rule = {"properties": {"similarity": {"enum": owners}}, "required": [] if default in owners else ["similarity"]}
+            rule = {
+                "properties": {"similarity": {"enum": owners}},
+                "required": [] if default in owners else ["similarity"],
+            }
             yield {"if": {"required": [key]}, "then": rule}
 
 
@@ -472,9 +565,13 @@ def tables(values: Sequence[Value], definitions: Schema) -> str:
         if value.extra.get("$ref") == f"{REFERENCE}Settings":
             for name, described in definitions["Settings"]["properties"].items():
                 default = value.default.get(name, described["default"])
-                rows.append(_row(f"{'.'.join(value.path)}.{name}", default, described["description"]))
+                rows.append(
+                    _row(f"{'.'.join(value.path)}.{name}", default, described["description"])
+                )
     head = "| value | default | |\n|---|---|---|\n"
-    return "\n".join(f"### {heading}\n\n{head}" + "\n".join(rows) + "\n" for heading, rows in made.items())
+    return "\n".join(
+        f"### {heading}\n\n{head}" + "\n".join(rows) + "\n" for heading, rows in made.items()
+    )
 
 
 def _leaves(values: Sequence[Value]) -> Iterator[Value]:
@@ -487,7 +584,8 @@ def _leaves(values: Sequence[Value]) -> Iterator[Value]:
 
 def _row(name: str, default: object, words: str) -> str:
     shown = json.dumps(default)
-    shown = f"`{shown}`" if len(shown) <= 60 else "see values.yaml"  # noqa: PLR2004  # wider cells break the table
+    # Wider cells break the table
+    shown = f"`{shown}`" if len(shown) <= 60 else "see values.yaml"  # noqa: PLR2004
     return f"| `{name}` | {shown} | {words.replace('|', '&#124;')} |"
 
 
@@ -501,7 +599,12 @@ _OPTIONS = read_options(EnvoyOptions, {"upstream": "upstream:1"})
 def keep_health(cluster: str) -> str:
     """The cluster's settings that detect a Loopguard that hangs or is gone; a mesh makes the others."""
     (loopguard,) = yaml.safe_load(cluster)
-    kept = ("typed_extension_protocol_options", "health_checks", "outlier_detection", "common_lb_config")
+    kept = (
+        "typed_extension_protocol_options",
+        "health_checks",
+        "outlier_detection",
+        "common_lb_config",
+    )
     return yaml.safe_dump({key: loopguard[key] for key in kept}, sort_keys=False)
 
 
@@ -513,9 +616,14 @@ def skip_others() -> str:
             "single_predicate": {
                 "input": {
                     "name": "path",
-                    "typed_config": {"@type": f"{kinds}.type.matcher.v3.HttpRequestHeaderMatchInput", "header_name": ":path"},
+                    "typed_config": {
+                        "@type": f"{kinds}.type.matcher.v3.HttpRequestHeaderMatchInput",
+                        "header_name": ":path",
+                    },
                 },
-                "value_match": {"safe_regex": {"google_re2": {}, "regex": write_header_regex(name)}},
+                "value_match": {
+                    "safe_regex": {"google_re2": {}, "regex": write_header_regex(name)}
+                },
             }
         }
         for name in API_NAMES
@@ -534,7 +642,10 @@ def generated(chart: Path = CHART) -> dict[Path, str]:
     schema = values_schema(values)
     readme = (chart / "README.md").read_text()
     if not TABLES.search(readme):
-        raise ChartError("README.md lacks the lines '<!-- values -->' and '<!-- end of values -->' around the tables")
+        raise ChartError(
+            "README.md lacks the lines '<!-- values -->' and '<!-- end of values -->' around the "
+            "tables"
+        )
     made = tables(values, schema["definitions"])
     parts = write_shared_parts(_OPTIONS)
     parts["cluster"] = keep_health(parts["cluster"])
@@ -548,7 +659,11 @@ def generated(chart: Path = CHART) -> dict[Path, str]:
 
 def main(arguments: Sequence[str], chart: Path = CHART) -> int:
     """Write or check; returns the exit code."""
-    stale = {file: text for file, text in generated(chart).items() if not file.exists() or file.read_text() != text}
+    stale = {
+        file: text
+        for file, text in generated(chart).items()
+        if not file.exists() or file.read_text() != text
+    }
     if "--check" in arguments:
         for file in stale:
             sys.stderr.write(f"{file} is out of date: run python helm/generate.py\n")

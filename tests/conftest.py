@@ -36,21 +36,33 @@ sys.path.append(str(ROOT / "envoy"))  # scripts, and what agents and their model
 
 TESTS = ROOT / "tests"
 _SDKS = re.compile(
-    r"^ *(?:import|from) (?:anthropic|openai|google import genai|mcp|fastmcp|tests\.support\.(?:agents|frameworks|sdks))\b",
+    (
+        r"^ *(?:import|from) (?:anthropic|openai|google import "
+        r"genai|mcp|fastmcp|tests\.support\.(?:agents|frameworks|sdks))\b"
+    ),
     re.MULTILINE,
 )
 _DRIVERS = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--build", choices=["sources", "compiled"], help="only what `make test` runs on this build")
+    parser.addoption(
+        "--build", choices=["sources", "compiled"], help="only what `make test` runs on this build"
+    )
 
 
 @cache
 def find_drivers() -> dict[str, str]:
     """Modules that drive agents, each with one of a few workers: their SDKs take a second to import."""
-    driving = [path for path in sorted(TESTS.rglob("test_*.py")) if _SDKS.search(path.read_text(encoding="utf-8"))]
-    return {path.relative_to(ROOT).as_posix(): f"agents {place % _DRIVERS}" for place, path in enumerate(driving)}
+    driving = [
+        path
+        for path in sorted(TESTS.rglob("test_*.py"))
+        if _SDKS.search(path.read_text(encoding="utf-8"))
+    ]
+    return {
+        path.relative_to(ROOT).as_posix(): f"agents {place % _DRIVERS}"
+        for place, path in enumerate(driving)
+    }
 
 
 @cache
@@ -115,14 +127,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Do not import modules that do not run on the build."""
     build = config.getoption("--build")
     if build and collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
-        return (build not in find_builds(collection_path) and f"mark.{build}" not in collection_path.read_text()) or None
+        return (
+            build not in find_builds(collection_path)
+            and f"mark.{build}" not in collection_path.read_text()
+        ) or None
     return None
 
 
 def mark_repetitions(items: list[pytest.Item]) -> None:
     """Tests through the second transport are `deep`, except those of the transports themselves."""
     for item in items:
-        parameters = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        parameters = (
+            item.callspec.params.values()
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else ()
+        )
         if "grpcio" in parameters and item.path.parent.name != "transport":
             item.add_marker(pytest.mark.deep)
 
@@ -131,7 +150,9 @@ def mark_repetitions(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Keep what runs on the build; a test's mark overrides its folder."""
     mark_repetitions(items)
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/doors/store/"))  # those wait longest, so not last
+    items.sort(
+        key=lambda item: not item.nodeid.startswith("tests/doors/store/")
+    )  # those wait longest, so not last
     build = config.getoption("--build")
     if not build:
         return

@@ -29,7 +29,9 @@ from extproc.request.patch import Fields, Patch
 from extproc.request.secrets import ANYWHERE, OWN_PLACES
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-APIS: Final[list[Api]] = sorted([file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None)
+APIS: Final[list[Api]] = sorted(
+    [file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None
+)
 """The default API, which many programs speak, is first, so its conversations are tried first. Its
 keys are tried last, because other APIs have them, too."""
 
@@ -42,7 +44,9 @@ for _api in reversed(APIS):
 
 _LONGEST_ANSWERS: Final = dict.fromkeys([place for api in APIS for place in api.longest_answers])
 _COPIES: Final = dict.fromkeys([place for api in APIS for place in api.copies])
-_SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes], list(_LONGEST_ANSWERS), list(_COPIES))
+_SHAPES: Final = Shapes(
+    [shape for api in APIS for shape in api.shapes], list(_LONGEST_ANSWERS), list(_COPIES)
+)
 _LOCATIONS: Final = Locations(_SHAPES.shapes)
 open_conversation: Final = _SHAPES.open_conversation
 find_conversation: Final = _LOCATIONS.find_conversation
@@ -52,10 +56,14 @@ find_longest_answer: Final = _SHAPES.find_longest_answer
 count_copies: Final = _SHAPES.count_copies
 read_options: Final = _SHAPES.read_options
 
-LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
+LIST_PATHS: Final = sorted(
+    {shape.path for api in APIS for shape in api.shapes if not shape.fallback}
+)
 """Paths of keys at which a body may have a list of messages, oldest first."""
 
-TOOL_WORDS: Final = ToolWords(*[reduce(or_, words) for words in zip(*[api.tool_words for api in APIS], strict=True)])
+TOOL_WORDS: Final = ToolWords(
+    *[reduce(or_, words) for words in zip(*[api.tool_words for api in APIS], strict=True)]
+)
 _TOOLS: Final = ToolReader(TOOL_WORDS)
 read_tools: Final = _TOOLS.read
 find_hints: Final = _TOOLS.find_hints
@@ -67,12 +75,15 @@ for _list in [tool_list for api in APIS for tool_list in api.tool_lists]:
     TOOL_LISTS.setdefault(_list.beside, []).append(_list)
 
 COUNT_PLACES: Final = {
-    name: list(dict.fromkeys([place for api in APIS for place in api.counts.get(name, ())])) for name in COUNTS
+    name: list(dict.fromkeys([place for api in APIS for place in api.counts.get(name, ())]))
+    for name in COUNTS
 }
 """Where responses report token counts. If one is reported several times, the last one wins, because
 streams report running totals."""
 
-EVENT_OBJECTS: Final = sorted({place for api in APIS for place in api.events}, key=lambda place: (-place.count("."), place))
+EVENT_OBJECTS: Final = sorted(
+    {place for api in APIS for place in api.events}, key=lambda place: (-place.count("."), place)
+)
 """Objects with counts in a stream's events, in order: first those at the start of a response."""
 
 MODEL_PLACES: Final = list(dict.fromkeys([place for api in APIS for place in api.answered_by]))
@@ -82,7 +93,10 @@ STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_docum
 """Parts of paths whose responses are one JSON document, streamed in pieces."""
 
 ERROR_MARKS: Final = [
-    spelled.encode() for api in APIS for mark in api.error_marks for spelled in (mark, mark.replace(":", ": ", 1))
+    spelled.encode()
+    for api in APIS
+    for mark in api.error_marks
+    for spelled in (mark, mark.replace(":", ": ", 1))
 ]
 """Spellings of members that mark results as errors."""
 
@@ -94,8 +108,18 @@ _CONTENT_TYPES: Final = [
     for api in APIS
     for pattern, endpoint in api.content_types.items()
 ]
-_PATHS: Final = [(re.compile(pattern).search, endpoint) for api in APIS for pattern, endpoint in api.paths.items()]
-_USUAL = ("header:authorization", "header:x-api-key", "header:api-key", "header:x-goog-api-key", "query:key")
+_PATHS: Final = [
+    (re.compile(pattern).search, endpoint)
+    for api in APIS
+    for pattern, endpoint in api.paths.items()
+]
+_USUAL = (
+    "header:authorization",
+    "header:x-api-key",
+    "header:api-key",
+    "header:x-goog-api-key",
+    "query:key",
+)
 ANYWHERE.extend(dict.fromkeys([*_USUAL, *[key for api in APIS for key in api.credentials]]))
 for _api in APIS:
     _own = list(dict.fromkeys([*_api.credentials, *ANYWHERE]))
@@ -103,16 +127,23 @@ for _api in APIS:
         OWN_PLACES.extend([(re.compile(pattern).search, _own) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
-_COMPLETING: Final[dict[str, list[str]]] = {}  # API name to patterns of paths on which a model answers
+_COMPLETING: Final[
+    dict[str, list[str]]
+] = {}  # API name to patterns of paths on which a model answers
 for _api in APIS:
-    _COMPLETING.setdefault(_api.name, []).extend([pattern for pattern, endpoint in _api.paths.items() if endpoint.complete])
+    _COMPLETING.setdefault(_api.name, []).extend(
+        [pattern for pattern, endpoint in _api.paths.items() if endpoint.complete]
+    )
 _COMPLETING.pop("")  # protocols without models
 API_NAMES: Final = sorted(_COMPLETING)
 _NAMED: Final = [
-    (name, re.compile("|".join(patterns).replace(r"\Z", r"/?\Z")).search) for name, patterns in _COMPLETING.items()
+    (name, re.compile("|".join(patterns).replace(r"\Z", r"/?\Z")).search)
+    for name, patterns in _COMPLETING.items()
 ]
 
-SAMPLES: Final = {name: [path for api in APIS if api.name == name for path in api.samples] for name in API_NAMES}
+SAMPLES: Final = {
+    name: [path for api in APIS if api.name == name for path in api.samples] for name in API_NAMES
+}
 """Example paths of each API's calls."""
 
 _AMBIGUOUS: Final = re.compile(r"[;\\#]|%(?:00|23|25|3B|3F|5C)", re.IGNORECASE).search
@@ -179,7 +210,11 @@ def _read_path(path: str) -> PathFacts:
     `x:generate;:count` is ambiguous: servers that know path parameters read `x:generate`.
     """
     ambiguous = _AMBIGUOUS(path) is not None
-    apis = [api for api in APIS if not ambiguous and any(re.search(pattern, path) for pattern in api.paths)]
+    apis = [
+        api
+        for api in APIS
+        if not ambiguous and any(re.search(pattern, path) for pattern in api.paths)
+    ]
     endpoints = [endpoint for search, endpoint in _PATHS if search(path)]
     return PathFacts(
         api=next((name for name, search in _NAMED if search(path)), ""),
@@ -194,8 +229,11 @@ def _read_path(path: str) -> PathFacts:
 
 def write_regex(name: str) -> str:
     """Matches whole paths of an API on which a model answers; Python and Envoy's RE2 read it alike."""
-    patterns = [pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]]
-    start = commonprefix(patterns)  # noqa: RUF071  # of strings; Envoy before 1.40 accepts at most 100 instructions
+    patterns = [
+        pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]
+    ]
+    # Of strings; Envoy before 1.40 accepts at most 100 instructions
+    start = commonprefix(patterns)  # noqa: RUF071
     return f".*{start}(?:{'|'.join([pattern.removeprefix(start) for pattern in patterns])})/?"
 
 
@@ -212,7 +250,9 @@ def find_public_id(path: str, apis: Collection[str], *, exact: bool) -> str:
     for api in APIS:
         if api.public_id and api.name in apis:
             known = any(re.search(pattern, path) for pattern in api.paths)
-            below = any(sample.startswith(path) for sample in api.samples) or any(w in f"{path.lower()}/" for w in api.gateways)
+            below = any(sample.startswith(path) for sample in api.samples) or any(
+                w in f"{path.lower()}/" for w in api.gateways
+            )
             if known if exact else below:
                 return api.public_id
     return ""

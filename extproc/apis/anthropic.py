@@ -32,12 +32,22 @@ _SWITCH = "disable_parallel_tool_use"
 
 
 def _read_call(block: Block) -> Part:
-    return Part(CALL, block.get("input", ABSENT), read_string(block.get("name")), read_string(block.get("id")))
+    return Part(
+        CALL,
+        block.get("input", ABSENT),
+        read_string(block.get("name")),
+        read_string(block.get("id")),
+    )
 
 
 def _read_result(block: Block) -> Part:
     failed = "is_error" in block and open_value(block["is_error"]) is True
-    return Part(RESULT, block.get("content", ABSENT), id=read_string(block.get("tool_use_id")), failed=failed)
+    return Part(
+        RESULT,
+        block.get("content", ABSENT),
+        id=read_string(block.get("tool_use_id")),
+        failed=failed,
+    )
 
 
 def _locate_result(patch: Patch, fields: Fields, block: Value) -> list[Place]:
@@ -86,7 +96,11 @@ def write_events(completion: Completion) -> Iterator[dict[str, Any]]:
     started = {**make_message(completion), "content": [], "stop_reason": None}
     yield {"type": "message_start", "message": started}
     yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-    yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": completion.text}}
+    yield {
+        "type": "content_block_delta",
+        "index": 0,
+        "delta": {"type": "text_delta", "text": completion.text},
+    }
     yield {"type": "content_block_stop", "index": 0}
     yield {"type": "message_delta", "delta": _ENDED, "usage": {"output_tokens": 0}}
     yield {"type": "message_stop"}
@@ -140,7 +154,17 @@ API = Api(
         "redacted_thinking": skip_thought,
     },
     locators={"tool_result": _locate_result},
-    tool_lists=(ToolList("messages", "tools", _CHOICE, b'{"type":"none"}', b'{"type":"auto"}', owns=_owns, hold=_hold_calls),),
+    tool_lists=(
+        ToolList(
+            "messages",
+            "tools",
+            _CHOICE,
+            b'{"type":"none"}',
+            b'{"type":"auto"}',
+            owns=_owns,
+            hold=_hold_calls,
+        ),
+    ),
     tool_words=ToolWords(
         servers=frozenset({_TOOLSET}),
         modes=frozenset({"auto", "any", "none"}),
@@ -152,7 +176,10 @@ API = Api(
         # Not message.usage.output_tokens, which is reported before any output.
         "output": ("usage.output_tokens",),
         "cache_read": ("usage.cache_read_input_tokens", "message.usage.cache_read_input_tokens"),
-        "cache_write": ("usage.cache_creation_input_tokens", "message.usage.cache_creation_input_tokens"),
+        "cache_write": (
+            "usage.cache_creation_input_tokens",
+            "message.usage.cache_creation_input_tokens",
+        ),
     },
     events=("message.usage", "usage"),
     answered_by=("model", "message.model"),

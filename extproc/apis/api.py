@@ -291,7 +291,12 @@ class Api(NamedTuple):
 
 def make_error(refusal: Refusal) -> dict[str, Any]:
     """The error body that most clients understand, with Loopguard's `detail`; some APIs add to it."""
-    error = {"message": refusal.message, "type": refusal.reason, "param": None, "code": refusal.code}
+    error = {
+        "message": refusal.message,
+        "type": refusal.reason,
+        "param": None,
+        "code": refusal.code,
+    }
     return {"error": error, "detail": refusal.detail} if refusal.detail else {"error": error}
 
 

@@ -1,4 +1,7 @@
-"""Amazon Bedrock's runtime: Converse, whose `messages` have blocks named by their only key, and models' own formats."""
+"""Amazon Bedrock's runtime.
+
+Converse, whose `messages` have blocks named by their only key, and models' own formats.
+"""
 # interpreted: little work besides json and msgspec
 
 from __future__ import annotations
@@ -11,7 +14,18 @@ from typing import Any
 from zlib import crc32
 
 from extproc.apis import anthropic
-from extproc.apis.api import JSON, Api, Completion, Endpoint, Question, Refusal, ToolList, ToolWords, frame_json, make_error
+from extproc.apis.api import (
+    JSON,
+    Api,
+    Completion,
+    Endpoint,
+    Question,
+    Refusal,
+    ToolList,
+    ToolWords,
+    frame_json,
+    make_error,
+)
 from extproc.apis.contents import Block, read_object, read_string, skip_thought
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.apis.places import TEXT_PART, Place, locate_text
@@ -22,7 +36,14 @@ from extproc.request.patch import Fields, Patch, Value
 
 _MODEL = "/model/"
 _OPERATIONS = frozenset(
-    {"converse", "converse-stream", "invoke", "invoke-with-response-stream", "invoke-with-bidirectional-stream", "count-tokens"}
+    {
+        "converse",
+        "converse-stream",
+        "invoke",
+        "invoke-with-response-stream",
+        "invoke-with-bidirectional-stream",
+        "count-tokens",
+    }
 )
 """The end of a path, after `/model/ID/`."""
 
@@ -33,24 +54,38 @@ _GEOGRAPHY = re.compile(r"\A(?:us|eu|apac|jp|au|ca|us-gov|global)\.(?=[a-z0-9-]+
 
 def _read_call(block: Block) -> Part:
     call = read_object(block["toolUse"])
-    return Part(CALL, call.get("input", ABSENT), read_string(call.get("name")), read_string(call.get("toolUseId")))
+    return Part(
+        CALL,
+        call.get("input", ABSENT),
+        read_string(call.get("name")),
+        read_string(call.get("toolUseId")),
+    )
 
 
 def _read_result(block: Block) -> Part:
     result = read_object(block["toolResult"])
     failed = result.get("status") == "error"
-    return Part(RESULT, result.get("content", ABSENT), id=read_string(result.get("toolUseId")), failed=failed)
+    return Part(
+        RESULT,
+        result.get("content", ABSENT),
+        id=read_string(result.get("toolUseId")),
+        failed=failed,
+    )
 
 
 def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
-    return locate_text(patch, patch.open_fields(fields.get("toolResult")).get("content"), TEXT_PART, result=True)
+    return locate_text(
+        patch, patch.open_fields(fields.get("toolResult")).get("content"), TEXT_PART, result=True
+    )
 
 
 def _find_model(path: str) -> str:
     before, _, last = path.rpartition("/")
     if last not in _OPERATIONS:
         return ""
-    return decode_name(before.partition(_MODEL)[2])  # not the last segment: an ARN has a slash, which a proxy may decode
+    return decode_name(
+        before.partition(_MODEL)[2]
+    )  # not the last segment: an ARN has a slash, which a proxy may decode
 
 
 def _list_models(model: str) -> list[str]:
@@ -71,7 +106,10 @@ _TYPES = {
 }
 """Bedrock's errors by HTTP status (Bedrock's API reference, Converse)."""
 
-_MEASURED = {"usage": {"inputTokens": 0, "outputTokens": 0, "totalTokens": 0}, "metrics": {"latencyMs": 0}}
+_MEASURED = {
+    "usage": {"inputTokens": 0, "outputTokens": 0, "totalTokens": 0},
+    "metrics": {"latencyMs": 0},
+}
 
 _AROUND = 16
 """Length of an event's two length fields and two checksums, in bytes."""
@@ -83,7 +121,11 @@ _STRING = 7
 def write_error(refusal: Refusal, _: Question) -> Framed:
     """Write an error with `message` in the body and its type in a header (smithy.io, AWS restJson1, operation errors)."""
     kind = _TYPES.get(refusal.status) or _TYPES[400 if refusal.status < 500 else 500]  # noqa: PLR2004  # HTTP's
-    return frame_json(refusal.status, {"message": refusal.message, **make_error(refusal)}, ("x-amzn-errortype", kind))
+    return frame_json(
+        refusal.status,
+        {"message": refusal.message, **make_error(refusal)},
+        ("x-amzn-errortype", kind),
+    )
 
 
 def complete(completion: Completion, _: Question) -> Framed:
@@ -106,27 +148,42 @@ def complete_in_pieces(completion: Completion, _: Question) -> Framed:
 
 def complete_as_model(completion: Completion, question: Question) -> Framed | None:
     """A response of InvokeModel for Anthropic's models; other models have their own formats."""
-    return frame_json(200, anthropic.make_message(completion)) if question.has("anthropic_version") else None
+    return (
+        frame_json(200, anthropic.make_message(completion))
+        if question.has("anthropic_version")
+        else None
+    )
 
 
 def complete_as_model_in_pieces(completion: Completion, question: Question) -> Framed | None:
     """A response of InvokeModelWithResponseStream for Anthropic's models."""
     if not question.has("anthropic_version"):
         return None
-    pieces = [b64encode(json.dumps(event).encode()).decode() for event in anthropic.write_events(completion)]
+    pieces = [
+        b64encode(json.dumps(event).encode()).decode()
+        for event in anthropic.write_events(completion)
+    ]
     return _frame_event_stream([("chunk", {"bytes": piece}) for piece in pieces])
 
 
 def _frame_event_stream(events: Iterable[tuple[str, Mapping[str, Any]]]) -> Framed:
     """Named events in AWS's encoding (smithy.io, application/vnd.amazon.eventstream)."""
-    return Framed(200, "application/vnd.amazon.eventstream", b"".join(_encode(name, event) for name, event in events))
+    return Framed(
+        200,
+        "application/vnd.amazon.eventstream",
+        b"".join(_encode(name, event) for name, event in events),
+    )
 
 
 def _encode(name: str, event: Mapping[str, Any]) -> bytes:
     """Encode lengths, their checksum, headers, the event, and the checksum of all these."""
     pairs = ((":event-type", name), (":content-type", JSON), (":message-type", "event"))
     headers = b"".join(
-        bytes([len(key)]) + key.encode() + bytes([_STRING]) + len(value).to_bytes(2, "big") + value.encode()
+        bytes([len(key)])
+        + key.encode()
+        + bytes([_STRING])
+        + len(value).to_bytes(2, "big")
+        + value.encode()
         for key, value in pairs
     )
     payload = json.dumps(event).encode()
@@ -147,7 +204,9 @@ API = Api(
         rf"{_PATH}converse\Z": Endpoint(write_error, complete),
         rf"{_PATH}converse-stream\Z": Endpoint(write_error, complete_in_pieces),
         rf"{_PATH}invoke\Z": Endpoint(write_error, complete_as_model),
-        rf"{_PATH}invoke-with-response-stream\Z": Endpoint(write_error, complete_as_model_in_pieces),
+        rf"{_PATH}invoke-with-response-stream\Z": Endpoint(
+            write_error, complete_as_model_in_pieces
+        ),
         rf"{_PATH}count-tokens\Z": Endpoint(write_error, asks_model=False),
     },
     # AWS, gateways.
@@ -166,7 +225,17 @@ API = Api(
         "cachePoint": skip_thought,
     },
     locators={"toolResult": _locate_result},
-    tool_lists=(ToolList("messages", "tools", "toolChoice", b"", b'{"auto":{}}', call=b'"toolUse"', holder="toolConfig"),),
+    tool_lists=(
+        ToolList(
+            "messages",
+            "tools",
+            "toolChoice",
+            b"",
+            b'{"auto":{}}',
+            call=b'"toolUse"',
+            holder="toolConfig",
+        ),
+    ),
     tool_words=ToolWords(
         wrappers=frozenset({"toolSpec", "systemTool", "tool"}),
         others=frozenset({"cachePoint"}),

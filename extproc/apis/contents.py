@@ -29,7 +29,13 @@ from extproc.request.document import (
 from extproc.request.fingerprint import NO_BODY
 
 _CACHE_CONTROL: Final = ("*", "cache_control")  # for results; their ids and states are content
-_NEVER_COMPARED: Final[tuple[tuple[str, ...], ...]] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
+_NEVER_COMPARED: Final[tuple[tuple[str, ...], ...]] = (
+    ("id",),
+    ("call_id",),
+    ("tool_use_id",),
+    ("cache_control",),
+    ("status",),
+)
 
 _NULL: Final = b"null"
 
@@ -43,9 +49,28 @@ _MEMBER: Final = 2
 """Number of members of most blocks, and units per member of a larger one."""
 
 _NEWS: Final = (
-    "result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
-    "user", "human", "feedback", "query", "question", "answer", "task", "request", "message",
-)  # fmt: skip  # one list
+    "result",
+    "output",
+    "response",
+    "return",
+    "state",
+    "observ",
+    "page",
+    "screen",
+    "browser",
+    "history",
+    "file",
+    "error",
+    "user",
+    "human",
+    "feedback",
+    "query",
+    "question",
+    "answer",
+    "task",
+    "request",
+    "message",
+)
 
 _decode_content: Final = json.Decoder(list[dict[str, Raw]] | str).decode
 

@@ -219,7 +219,9 @@ class Shape:
         if speaker != ASSISTANT:
             return MessageFacts(speaker)
         joins, refers = self.joins, self.refers
-        return MessageFacts(speaker, joins is not None and joins(value), refers is not None and refers(value))
+        return MessageFacts(
+            speaker, joins is not None and joins(value), refers is not None and refers(value)
+        )
 
     def find_facts(self, raw: Raw) -> MessageFacts:
         """The facts of a message by its bytes; they may be cached.
@@ -303,7 +305,9 @@ class Group:
         facts: those of the first message; None if it has no index.
     """
 
-    def __init__(self, start: int, place: int, end: int, facts: MessageFacts | None, *, answered: bool) -> None:
+    def __init__(
+        self, start: int, place: int, end: int, facts: MessageFacts | None, *, answered: bool
+    ) -> None:
         self.start = start
         self.place = place
         self.end = end
@@ -371,7 +375,9 @@ class KnownBody:
                 place = at
             else:
                 if place >= 0:
-                    self.groups.append(Group(start, place, at, self.facts[start], answered=answered))
+                    self.groups.append(
+                        Group(start, place, at, self.facts[start], answered=answered)
+                    )
                     self.grouped += 1
                 start, place, answered = at, at, False
         if place >= 0:
@@ -386,7 +392,9 @@ class KnownBody:
     def count_equal(self, data: bytes) -> int:
         """The number of leading messages that equal those of another body with this head."""
         own, count = self.data, self.count
-        if data.startswith(own[: self.ends[count - 1]]):  # the usual case: the conversation has grown
+        if data.startswith(
+            own[: self.ends[count - 1]]
+        ):  # the usual case: the conversation has grown
             return count
         low, start = 0, len(self.head)
         while low < count:  # invariant: equal up to `start`, which ends message `low` - 1
@@ -399,7 +407,14 @@ class KnownBody:
         return low
 
     def add(  # noqa: PLR0913  # the messages and their cache
-        self, data: bytes, at: int, raws: list[Raw], shape: Shape, earlier: KnownBody | None, *, is_new: bool
+        self,
+        data: bytes,
+        at: int,
+        raws: list[Raw],
+        shape: Shape,
+        earlier: KnownBody | None,
+        *,
+        is_new: bool,
     ) -> dict[int, Any]:
         """Append messages of the body.
 
@@ -460,7 +475,9 @@ class KnownBody:
         for place in range(count, earlier.count):
             facts, speaker = self.facts[place], self.facts[place].speaker
             if facts is not earlier.facts[place]:
-                first = speaker == USER and USER not in [before.speaker for before in self.facts[:place]]
+                first = speaker == USER and USER not in [
+                    before.speaker for before in self.facts[:place]
+                ]
                 if first or speaker == ASSISTANT or speaker != earlier.facts[place].speaker:
                     return False
         return True
@@ -477,7 +494,9 @@ A client that can forge another's CRC32 gains nothing: it could send the same by
 entry anyway. Without the cache, the benchmark's row "agents that grow, turns vs. decoding" gets 70
 % worse."""
 
-_FACTS: Final[Memo[bytes, MessageFacts]] = Memo(_MOST_FACTS, lambda key, _: len(key) + _MESSAGE_BYTES)
+_FACTS: Final[Memo[bytes, MessageFacts]] = Memo(
+    _MOST_FACTS, lambda key, _: len(key) + _MESSAGE_BYTES
+)
 """The cache of messages, by API and bytes, for clients that change their history: its head or older
 messages. With neither of the two caches, that row takes 2.5 times as long as with this one."""
 
@@ -494,7 +513,12 @@ class Message:
     """
 
     def __init__(
-        self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
+        self,
+        shape: Shape,
+        speaker: str,
+        place: int,
+        conversation: Conversation | None,
+        parts: list[Part] | None = None,
     ) -> None:
         """A message of a conversation; without one, `parts` are the message, which is part of another message."""
         self.shape = shape
@@ -508,11 +532,18 @@ class Message:
     @property
     def value(self) -> Any:  # noqa: ANN401  # of the shape's
         """The message as a struct of the shape; empty for a part of another message."""
-        return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
+        return (
+            self.shape.message()
+            if self._conversation is None
+            else self._conversation.open_message(self.place)
+        )
 
     def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
         """Create messages from parts of its text, given as speakers and texts."""
-        return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]
+        return [
+            Message(self.shape, speaker, self.place, None, [Part(TEXT, text)])
+            for speaker, text in said
+        ]
 
     def join(self, older: Message) -> None:
         """Add the preceding call, which was made in parallel."""
@@ -531,9 +562,15 @@ class Message:
             left = INSPECTION.left
             walk(1)
             conversation = self._conversation
-            parts = self.shape.read(self.value) if conversation is None else conversation.read_parts(self.place)
+            parts = (
+                self.shape.read(self.value)
+                if conversation is None
+                else conversation.read_parts(self.place)
+            )
             if self.joined is not None:
-                parts = [part for message in self.joined[::-1] for part in message.read_parts()] + parts
+                parts = [
+                    part for message in self.joined[::-1] for part in message.read_parts()
+                ] + parts
             self._parts = parts
             self.units = left - INSPECTION.left
         return parts
@@ -620,7 +657,9 @@ class Conversation:
             return ""
         if _holds_any(_get_tools(self.body)):
             return TOOLS
-        if self.before.after or _holds_any(_get_kept_tools(self.body)):  # a server that stores the history may store the tools
+        if self.before.after or _holds_any(
+            _get_kept_tools(self.body)
+        ):  # a server that stores the history may store the tools
             return ""
         return NO_TOOLS
 
@@ -681,7 +720,11 @@ class Conversation:
         Raises:
             NotCounted: there are too many messages.
         """
-        return [(speaker, self.open_message(place)) for place, speaker in enumerate(self.list_speakers()) if speaker]
+        return [
+            (speaker, self.open_message(place))
+            for place, speaker in enumerate(self.list_speakers())
+            if speaker
+        ]
 
     def list_speakers(self) -> list[str]:
         """The speaker of each message, oldest first; empty for a thought.
@@ -705,7 +748,11 @@ class Conversation:
 
     def list_facts(self, start: int, end: int) -> list[MessageFacts]:
         """The facts of messages from one place up to another."""
-        return self.known.facts[start:end] if self.known is not None else [self.find_facts(at) for at in range(start, end)]
+        return (
+            self.known.facts[start:end]
+            if self.known is not None
+            else [self.find_facts(at) for at in range(start, end)]
+        )
 
     def is_prefilled(self) -> bool:
         """Whether the newest message is the assistant's, so that the model must continue it.
@@ -801,7 +848,11 @@ class Conversation:
 
     def read_once(self, place: int) -> list[Part]:
         """Like `read_parts`, for a reader that caches its own result: the parts are not stored."""
-        return self.read_parts(place) if place in self._read else self.shape.read(self.open_message(place))
+        return (
+            self.read_parts(place)
+            if place in self._read
+            else self.shape.read(self.open_message(place))
+        )
 
     def read_parts(self, place: int) -> list[Part]:
         """The parts of the message at a place. They are read once, but charged each time.
@@ -830,7 +881,9 @@ class Conversation:
             return value
         known = self.known
         if known is not None:
-            value = decode_json(self._data[known.starts[place] : known.ends[place]], self.shape.decode)
+            value = decode_json(
+                self._data[known.starts[place] : known.ends[place]], self.shape.decode
+            )
         else:
             value = self._messages[place]
             if type(value) is not self.shape.message:
@@ -859,7 +912,9 @@ class Options(NamedTuple):
 class Shapes:
     """The shapes of all APIs; one pass over a body looks for all of them."""
 
-    def __init__(self, shapes: Sequence[Shape], longest_answers: Sequence[str], copies: Sequence[str]) -> None:
+    def __init__(
+        self, shapes: Sequence[Shape], longest_answers: Sequence[str], copies: Sequence[str]
+    ) -> None:
         """Order the shapes: fallbacks are tried last.
 
         Args:
@@ -870,7 +925,9 @@ class Shapes:
         self.shapes = sorted(shapes, key=lambda shape: shape.fallback)
         self._longest_answers = [(place, place.split(".")) for place in longest_answers]
         self._copies = [place.split(".") for place in copies]
-        options = [keys[0] for _, keys in self._longest_answers] + [keys[0] for keys in self._copies]
+        options = [keys[0] for _, keys in self._longest_answers] + [
+            keys[0] for keys in self._copies
+        ]
         self._body: Any = _make_body(self.shapes, options)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
@@ -886,7 +943,9 @@ class Shapes:
         if found is None:
             try:
                 found = self._open(document)
-                found.prefilled = found.is_prefilled() and (document.prefills or found.marks_prefill())
+                found.prefilled = found.is_prefilled() and (
+                    document.prefills or found.marks_prefill()
+                )
             except NotCounted as failure:
                 found = failure.renew()
             document.conversation = found
@@ -939,7 +998,11 @@ class Shapes:
             except ValidationError:
                 body = self._fill_body(document.value())
             model = body.model or ""
-        longest = [_read_number(body, keys) for place, keys in self._longest_answers if not places or place in places]
+        longest = [
+            _read_number(body, keys)
+            for place, keys in self._longest_answers
+            if not places or place in places
+        ]
         return Options(max(longest), self._count_copies(body), model)
 
     def count_copies(self, conversation: Conversation) -> int:
@@ -973,7 +1036,9 @@ class Shapes:
             body = self._fill_body(value)
         for shape in self.shapes:
             path = shape.path
-            messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
+            messages = shape.take(
+                getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path)
+            )
             if messages:
                 return Conversation(shape, body, messages, {})
         raise NotCounted("no_messages")
@@ -984,7 +1049,9 @@ class Shapes:
         model = given.get("model")
         if isinstance(model, dict | list):
             model = None  # not a name, and possibly slow to write
-        named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
+        named = (
+            model if model is None or isinstance(model, str) else write_canonical(model).decode()
+        )
         raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
         return self._body(model=named, **raw)
 
@@ -998,9 +1065,17 @@ class _KnownShape:
         self._key = f'"{key}"'.encode()
         self._opens = re.compile(rf'"{key}"[ \t\r\n]*:[ \t\r\n]*\[[ \t\r\n]*'.encode())
         names = [field.name for field in fields(body) if field.name != "model"]
-        keys = [("model", str | None, None), *[(name, Raw, ABSENT) for name in names], ("new", list[Raw] | None, None)]
-        self._decode: Any = json.Decoder(defstruct("KnownBody", keys, gc=False, rename={"new": _NEW})).decode
-        self._get_typed = attrgetter(*[field.name for field in fields(body) if field.name in names and field.type is not Raw])
+        keys = [
+            ("model", str | None, None),
+            *[(name, Raw, ABSENT) for name in names],
+            ("new", list[Raw] | None, None),
+        ]
+        self._decode: Any = json.Decoder(
+            defstruct("KnownBody", keys, gc=False, rename={"new": _NEW})
+        ).decode
+        self._get_typed = attrgetter(
+            *[field.name for field in fields(body) if field.name in names and field.type is not Raw]
+        )
         self._name = f'"{_NEW}":['.encode()
 
     def find_list(self, data: bytes) -> re.Match[bytes] | None:
@@ -1030,7 +1105,9 @@ class _KnownShape:
             if known is not None and grows and same and not raws:
                 return Conversation(shape, body, (), {}, known, data)
             made = KnownBody(data, head, known, count)
-            opened = made.add(data, end, raws, shape, None if grows else known, is_new=known is None)
+            opened = made.add(
+                data, end, raws, shape, None if grows else known, is_new=known is None
+            )
         except (NotCounted, ValueError, RecursionError):
             return None
         if not made.count or _END.match(data, made.ends[-1]) is None:
@@ -1056,7 +1133,9 @@ class _KnownShape:
         known = self._find_known(data[:first])[1]
         return known.said if known is not None else b""
 
-    def _decode_rest(self, data: bytes, key: int, end: int, count: int, beside: Beside | None) -> tuple[Any, list[Raw]]:
+    def _decode_rest(
+        self, data: bytes, key: int, end: int, count: int, beside: Beside | None
+    ) -> tuple[Any, list[Raw]]:
         """Decode everything that is not cached.
 
         Args:
@@ -1077,7 +1156,9 @@ class _KnownShape:
         view, cached = memoryview(data), b"{}" if count else b""
         if beside is not None and data.endswith(beside.behind, end):
             with suppress(ValueError, RecursionError):  # the list may end earlier
-                raws = _decode_raws(b"".join([b"[", cached, view[end : len(data) - len(beside.behind)], b"]"]))
+                raws = _decode_raws(
+                    b"".join([b"[", cached, view[end : len(data) - len(beside.behind)], b"]"])
+                )
                 return beside.body, raws[1:] if count else raws
         body = self._decode(b"".join([view[:key], self._name, cached, view[end:]]))
         if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
@@ -1114,7 +1195,9 @@ def _make_body(shapes: Sequence[Shape], others: Sequence[str]) -> type[Struct]:
 
 def _says_nothing(message: dict[str, Json]) -> bool:
     """Whether the message names a speaker but has no content."""
-    return isinstance(message.get("role"), str) and not any(message[key] for key in message.keys() - _LABELS)
+    return isinstance(message.get("role"), str) and not any(
+        message[key] for key in message.keys() - _LABELS
+    )
 
 
 def _holds_any(values: tuple[Any, ...]) -> bool:
@@ -1125,10 +1208,16 @@ def _holds_any(values: tuple[Any, ...]) -> bool:
 def _holds(value: Any) -> bool:  # noqa: ANN401  # any value of the key
     if not isinstance(value, Raw):
         return bool(value)
-    return len(value) > _LONGEST_NOTHING or b"".join(bytes(value).split()) not in {b"", b"null", b"[]", b"{}"}
+    return len(value) > _LONGEST_NOTHING or b"".join(bytes(value).split()) not in {
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+    }
 
 
-def _read_number(body: Any, keys: Sequence[str], *, lenient: bool = True) -> int:  # noqa: ANN401  # a struct that is made at run time
+# A struct that is made at run time
+def _read_number(body: Any, keys: Sequence[str], *, lenient: bool = True) -> int:  # noqa: ANN401
     """A positive number among a body's options, also in a string, as lenient servers read it; 0 for anything else."""
     found = getattr(body, keys[0])
     if found is ABSENT or type(found) is not Raw or len(found) > _LONGEST_OPTIONS:

@@ -75,7 +75,9 @@ class Position:
             if data.count(b"\\") <= _FEW_ESCAPES:
                 data = _ESCAPE.sub(b"", data)
             else:
-                data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # from left to right, as parsers do
+                data = data.replace(rb"\\", b"").replace(
+                    rb"\"", b""
+                )  # from left to right, as parsers do
         structure = data.translate(None, _OTHERS)
         quotes = structure.count(b'"')
         self._quotes += quotes
@@ -215,7 +217,9 @@ def _find_open(head: bytes, start: int, path: Sequence[str]) -> tuple[int, Posit
     key, rest = path[0], path[1:]
     passed = Position()
     place = start
-    found = re.finditer(rb'"%b"[ \t\r\n]*:[ \t\r\n]*%b' % (key.encode(), rb"\{" if rest else rb"\["), head[start:])
+    found = re.finditer(
+        rb'"%b"[ \t\r\n]*:[ \t\r\n]*%b' % (key.encode(), rb"\{" if rest else rb"\["), head[start:]
+    )
     for number, match in enumerate(found):
         at = start + match.start()
         passed.skip(head[place:at])

@@ -1,4 +1,7 @@
-"""Gemini's `generateContent`, in Google's AI Studio and Vertex AI: `contents` whose parts are named by their only key."""
+"""Gemini's `generateContent`, in Google's AI Studio and Vertex AI.
+
+`contents` whose parts are named by their only key.
+"""
 # interpreted: msgspec creates Structs from annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -74,7 +77,9 @@ def _find_raw(content: Content) -> Raw:
 
 def _read_call(block: Block) -> Part:
     call = read_object(block.get("functionCall", block.get("function_call")))
-    return Part(CALL, call.get("args", ABSENT), read_string(call.get("name")), read_string(call.get("id")))
+    return Part(
+        CALL, call.get("args", ABSENT), read_string(call.get("name")), read_string(call.get("id"))
+    )
 
 
 def _read_result(block: Block) -> Part:
@@ -82,8 +87,14 @@ def _read_result(block: Block) -> Part:
     response = result.get("response", ABSENT)
     failed = isinstance(response, dict) and bool(response.get("error"))
     parts: Json = result.get("parts")
-    files = [part for part in parts if isinstance(part, dict) and _FILES & part.keys()] if isinstance(parts, list) else []
-    return Part(RESULT, response, id=read_string(result.get("id")), failed=failed, images=files or ABSENT)
+    files = (
+        [part for part in parts if isinstance(part, dict) and _FILES & part.keys()]
+        if isinstance(parts, list)
+        else []
+    )
+    return Part(
+        RESULT, response, id=read_string(result.get("id")), failed=failed, images=files or ABSENT
+    )
 
 
 def _read_code(block: Block) -> Part:
@@ -101,14 +112,24 @@ def _locate(patch: Patch, _: Content, whole: Value) -> list[Place]:
 
 def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
     """The place in the text of a structured response, or in a new member."""
-    response = patch.open_fields(fields.get("functionResponse", fields.get("function_response"))).get("response")
+    response = patch.open_fields(
+        fields.get("functionResponse", fields.get("function_response"))
+    ).get("response")
     if response is None or not patch.is_object(response):
         return []
     given = patch.open_fields(response)
-    key = next((key for key in _RESPONSE_TEXTS if key in given and patch.is_text(given[key])), _NOTE)
-    while key in given and not patch.is_text(given[key]):  # a tool must not block notes by using the key
+    key = next(
+        (key for key in _RESPONSE_TEXTS if key in given and patch.is_text(given[key])), _NOTE
+    )
+    while key in given and not patch.is_text(
+        given[key]
+    ):  # a tool must not block notes by using the key
         key += "_"
-    return [Place(given[key], result=True)] if key in given else [Place(response, PLAIN, key, result=True)]
+    return (
+        [Place(given[key], result=True)]
+        if key in given
+        else [Place(response, PLAIN, key, result=True)]
+    )
 
 
 def _choose(patch: Patch, fields: Fields, outcome: ToolsLeft, gone: Collection[str]) -> Changes:
@@ -180,8 +201,14 @@ def write_error(refusal: Refusal, _: Question) -> Framed:
 
     `code` is the HTTP status; the code for programs is in the details.
     """
-    status = _STATUSES.get(refusal.status) or ("FAILED_PRECONDITION" if refusal.status < 500 else "INTERNAL")  # noqa: PLR2004  # HTTP's
-    reason = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": refusal.code.upper(), "domain": "loopguard"}
+    status = _STATUSES.get(refusal.status) or (
+        "FAILED_PRECONDITION" if refusal.status < 500 else "INTERNAL"  # noqa: PLR2004  # HTTP's
+    )
+    reason = {
+        "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+        "reason": refusal.code.upper(),
+        "domain": "loopguard",
+    }
     body = make_error(refusal)
     body["error"] |= {"code": refusal.status, "status": status, "details": [reason]}
     return frame_json(refusal.status, body)
@@ -230,8 +257,25 @@ API = Api(
     ),
     keys={("contents",): Endpoint(write_error)},  # only the path tells whether to stream
     shapes=(
-        Shape(("contents",), GeminiBody, Content, _name_speaker, _read, _find_raw, locate=_locate, mark=b'"model"'),
-        Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw, locate=_locate),
+        Shape(
+            ("contents",),
+            GeminiBody,
+            Content,
+            _name_speaker,
+            _read,
+            _find_raw,
+            locate=_locate,
+            mark=b'"model"',
+        ),
+        Shape(
+            ("request", "contents"),
+            WrappedBody,
+            Content,
+            _name_speaker,
+            _read,
+            _find_raw,
+            locate=_locate,
+        ),
     ),
     blocks={
         "functionCall": _read_call,

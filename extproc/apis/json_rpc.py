@@ -37,7 +37,12 @@ _ERROR_CODE: Final = -32000
 
 _TOOL_CALL: Final = "tools/call"  # MCP, since its first revision
 _MESSAGES: Final = frozenset(
-    {"message/send", "message/stream", "SendMessage", "SendStreamingMessage"}  # A2A 0.2 and later, A2A 1.0
+    {
+        "message/send",
+        "message/stream",
+        "SendMessage",
+        "SendStreamingMessage",
+    }  # A2A 0.2 and later, A2A 1.0
 )
 
 _ANSWERS: Final = ("inputResponses", "requestState")
@@ -88,7 +93,11 @@ def read_claim(headers: Mapping[str, bytes]) -> McpHeaders | None:
         return None
     version = headers.get("mcp-protocol-version", b"").decode("latin-1")
     name = _read_name(headers.get("mcp-name", b"").decode("utf-8", "replace"))
-    return McpHeaders(method.decode("latin-1"), name, bool(_VERSION.fullmatch(version)) and version >= _CHECKED_SINCE)
+    return McpHeaders(
+        method.decode("latin-1"),
+        name,
+        bool(_VERSION.fullmatch(version)) and version >= _CHECKED_SINCE,
+    )
 
 
 def _read_name(text: str) -> str:
@@ -114,7 +123,10 @@ def contradicts(claim: McpHeaders, document: Document) -> bool:
             return False
         if method != claim.method or method != _TOOL_CALL:
             return method != claim.method
-        return bool(open_value(_read_fields(request.get("params", ABSENT)).get("name", ABSENT)) != claim.name)
+        return bool(
+            open_value(_read_fields(request.get("params", ABSENT)).get("name", ABSENT))
+            != claim.name
+        )
     except NotCounted:
         return False
 
@@ -200,7 +212,11 @@ def _write_error(refusal: Refusal, question: Question) -> Framed:
 
 
 def _write(identity: bytes, name: str, value: Json) -> bytes:
-    return b'{"jsonrpc": "2.0", "id": %s, "%s": %s}' % (identity, name.encode(), json.dumps(value).encode())
+    return b'{"jsonrpc": "2.0", "id": %s, "%s": %s}' % (
+        identity,
+        name.encode(),
+        json.dumps(value).encode(),
+    )
 
 
 def _read_fields(value: bytes | msgspec.Raw) -> Fields:
@@ -281,4 +297,6 @@ def _open_bounded(value: msgspec.Raw) -> Json:
 
 _REQUEST: Final = Endpoint(_write_error)
 
-API: Final = Api(headers={"mcp-protocol-version": _REQUEST}, keys={("jsonrpc",): _REQUEST}, asked=("id",))
+API: Final = Api(
+    headers={"mcp-protocol-version": _REQUEST}, keys={("jsonrpc",): _REQUEST}, asked=("id",)
+)

@@ -23,7 +23,9 @@ _MOST: Final = 2**20
 _KEYS: Final = ("system", "instructions", "systemInstruction", "system_instruction")
 _SYSTEM: Final = re.compile(rb'"system(?:_?[iI]nstruction)?"\s*:').search
 _INSTRUCTIONS: Final = re.compile(rb'"instructions"\s*:').search
-_decode_instructions: Final = json.Decoder(defstruct("Instructions", [(key, Raw, ABSENT) for key in _KEYS], gc=False)).decode
+_decode_instructions: Final = json.Decoder(
+    defstruct("Instructions", [(key, Raw, ABSENT) for key in _KEYS], gc=False)
+).decode
 
 _HOLDERS: Final = ("text", "parts")
 """Keys of an object with all the text that a model reads in it."""
@@ -31,7 +33,17 @@ _HOLDERS: Final = ("text", "parts")
 _DEEPEST: Final = 4
 """Lists and objects further down are counted as written."""
 
-_MEDIA: Final = ("image", "inlinedata", "inline_data", "filedata", "file_data", "document", "audio", "video", "media")
+_MEDIA: Final = (
+    "image",
+    "inlinedata",
+    "inline_data",
+    "filedata",
+    "file_data",
+    "document",
+    "audio",
+    "video",
+    "media",
+)
 
 
 def count_characters(conversation: Conversation, data: bytes) -> int:
@@ -45,7 +57,9 @@ def count_characters(conversation: Conversation, data: bytes) -> int:
         NotCounted: it is unreadable.
     """
     conversation.check_count()
-    total = sum([len(found) for key in TOOL_KEYS if (found := conversation.find_field(key)) is not None])
+    total = sum(
+        [len(found) for key in TOOL_KEYS if (found := conversation.find_field(key)) is not None]
+    )
     if _may_instruct(data):
         total += _count_instructions(data)
     for message in conversation.read_backwards():
@@ -62,7 +76,9 @@ def _may_instruct(data: bytes) -> bool:
     Each pattern begins with a literal, so only its occurrences take time.
     """
     found = data.count(b'"system') + data.count(b'"instructions"')
-    return found > MAX_STEPS or (found > 0 and (_SYSTEM(data) is not None or _INSTRUCTIONS(data) is not None))
+    return found > MAX_STEPS or (
+        found > 0 and (_SYSTEM(data) is not None or _INSTRUCTIONS(data) is not None)
+    )
 
 
 def _count_instructions(data: bytes) -> int:

@@ -7,7 +7,14 @@ from typing import Any, Final
 
 from msgspec import Raw, ValidationError
 
-from extproc.apis.conversation import ASSISTANT, USER, Conversation, Shape, find_known, locate_message
+from extproc.apis.conversation import (
+    ASSISTANT,
+    USER,
+    Conversation,
+    Shape,
+    find_known,
+    locate_message,
+)
 from extproc.apis.places import Place
 from extproc.request.document import Document, NotCounted
 from extproc.request.patch import AMBIGUOUS, Patch, Value
@@ -66,7 +73,11 @@ class Locations:
         places: list[Place] = []
         for speaker, message, whole in _read_newest(patch, shape, given, document):
             if speaker:
-                places += [place for place in shape.locate(patch, message, whole) if place.result or speaker == USER]
+                places += [
+                    place
+                    for place in shape.locate(patch, message, whole)
+                    if place.result or speaker == USER
+                ]
         if len(places) > 1:
             places.sort(key=_get_offset)
         return [place for place in places if place.result] or places
@@ -83,14 +94,19 @@ def open_patch(document: Document | None, data: bytes) -> Patch:
     found = find_known(document, data)
     if found is None or found.known is None or found.known.beside is None:
         return Patch(data)
-    messages, beside = (locate_message(found, 0)[0], locate_message(found, len(found) - 1)[1]), found.known.beside
+    messages, beside = (
+        (locate_message(found, 0)[0], locate_message(found, len(found) - 1)[1]),
+        found.known.beside,
+    )
     patch = Patch(data, messages, beside.around)
     if beside.around is None:
         beside.around = patch.describe_around()
     return patch
 
 
-def _read_newest(patch: Patch, shape: Shape, given: Value, document: Document | None) -> list[tuple[str, Any, Value]]:
+def _read_newest(
+    patch: Patch, shape: Shape, given: Value, document: Document | None
+) -> list[tuple[str, Any, Value]]:
     """The messages after the newest assistant message, last first: speaker, struct of the shape, position.
 
     Only these are decoded if all offsets are known. A prefill does not count as the newest.
@@ -108,7 +124,11 @@ def _read_newest(patch: Patch, shape: Shape, given: Value, document: Document | 
             message = read_message(patch, shape, patch.read_raw(items[place]))
             speaker, start, end = shape.name_speaker(message), items[place].start, items[place].end
         else:
-            message, speaker, (start, end) = None, known.find_facts(place).speaker, locate_message(known, place)
+            message, speaker, (start, end) = (
+                None,
+                known.find_facts(place).speaker,
+                locate_message(known, place),
+            )
         if skips and speaker == ASSISTANT:
             skips = False
             continue
@@ -124,7 +144,8 @@ def _get_offset(place: Place) -> int:
     return place.offset
 
 
-def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
+# Of the shape's
+def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401
     """Decode a message, or enough of it to know the speaker.
 
     Raises:

@@ -16,7 +16,9 @@ _MEASURED = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": 0, "e
 
 def complete_chat(completion: Completion, question: Question) -> Framed | None:
     """A message; see `_complete`."""
-    return _complete(completion, question, lambda text: {"message": {"role": "assistant", "content": text}})
+    return _complete(
+        completion, question, lambda text: {"message": {"role": "assistant", "content": text}}
+    )
 
 
 def complete_text(completion: Completion, question: Question) -> Framed | None:
@@ -45,7 +47,10 @@ API = Api(
     },
     samples=("/api/chat", "/api/generate"),
     asked=("stream",),
-    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # at the top level; its streams have no events
+    counts={
+        "input": ("prompt_eval_count",),
+        "output": ("eval_count",),
+    },  # at the top level; its streams have no events
     answered_by=("model",),
     longest_answers=("options.num_predict",),
 )

@@ -26,7 +26,16 @@ from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.apis.usage import find_behind, find_model
 from extproc.decision import Framed
-from extproc.request.document import ABSENT, Json, charge, decode_json, hook_number, open_value, walk, write_canonical
+from extproc.request.document import (
+    ABSENT,
+    Json,
+    charge,
+    decode_json,
+    hook_number,
+    open_value,
+    walk,
+    write_canonical,
+)
 from extproc.request.patch import Fields, Patch, Value
 
 _DEPLOYMENTS: Final = ("/deployments/", "/engines/")
@@ -57,18 +66,26 @@ ChatMessage: Final[Any] = defstruct(
 Thinking is never compared."""
 
 ChatBody: Final[Any] = defstruct(
-    "ChatBody", [("messages", list[ChatMessage]), ("thread", *_RAW), ("continue_final_message", *_RAW)], gc=False
+    "ChatBody",
+    [("messages", list[ChatMessage]), ("thread", *_RAW), ("continue_final_message", *_RAW)],
+    gc=False,
 )
 """A body with `messages`. In an Anthropic thread, the server stores the older messages."""
 
 ChatTool: Final[Any] = defstruct(
-    "ChatTool", [("name", str | None, None), ("arguments", Any, None), ("input", Any, None)], gc=False
+    "ChatTool",
+    [("name", str | None, None), ("arguments", Any, None), ("input", Any, None)],
+    gc=False,
 )
 """The called function, or a custom tool, which takes `input`."""
 
 ToolCall: Final[Any] = defstruct(
     "ToolCall",
-    [("id", str | int | None, None), ("function", ChatTool | None, None), ("custom", ChatTool | None, None)],
+    [
+        ("id", str | int | None, None),
+        ("function", ChatTool | None, None),
+        ("custom", ChatTool | None, None),
+    ],
     gc=False,
 )
 """An element of `tool_calls`."""
@@ -133,7 +150,11 @@ def _read_calls(raw: Raw) -> list[Part]:
         tool = call.function or call.custom
         if tool is not None:
             identity = "" if call.id is None else str(call.id)  # empty if the client sends none
-            parts.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", identity))
+            parts.append(
+                Part(
+                    CALL, tool.arguments if call.function else tool.input, tool.name or "", identity
+                )
+            )
     return parts
 
 
@@ -184,20 +205,33 @@ def complete_chat(completion: Completion, question: Question) -> Framed | None:
     if question.body is None or not completion.model:
         return None
     if question.read("stream") is True:
-        return frame_events(_write_chunks(completion, _make("chat.completion.chunk", completion), _asks_usage(question)))
+        return frame_events(
+            _write_chunks(
+                completion, _make("chat.completion.chunk", completion), _asks_usage(question)
+            )
+        )
     message = {"role": "assistant", "content": completion.text, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-    return frame_json(200, {**_make("chat.completion", completion), "choices": [choice], "usage": _USAGE})
+    return frame_json(
+        200, {**_make("chat.completion", completion), "choices": [choice], "usage": _USAGE}
+    )
 
 
-def _write_chunks(completion: Completion, chunk: dict[str, Any], usage: bool) -> Iterator[str | dict[str, Any]]:  # noqa: FBT001  # one use
+def _write_chunks(
+    completion: Completion,
+    chunk: dict[str, Any],
+    usage: bool,  # noqa: FBT001  # one use
+) -> Iterator[str | dict[str, Any]]:
     deltas: list[tuple[dict[str, str], str | None]] = [
         ({"role": "assistant", "content": ""}, None),
         ({"content": completion.text}, None),
         ({}, "stop"),
     ]
     for delta, reason in deltas:
-        yield {**chunk, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+        yield {
+            **chunk,
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}],
+        }
     if usage:
         yield {**chunk, "choices": [], "usage": _USAGE}
     yield _DONE
@@ -218,7 +252,12 @@ def complete_text(completion: Completion, question: Question) -> Framed | None:
 def _make(kind: str, completion: Completion) -> dict[str, Any]:
     """The common keys of each piece of an answer."""
     identity = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{completion.name}"
-    return {"id": identity, "object": kind, "created": completion.created, "model": completion.model}
+    return {
+        "id": identity,
+        "object": kind,
+        "created": completion.created,
+        "model": completion.model,
+    }
 
 
 def _asks_usage(question: Question) -> bool:

@@ -30,7 +30,14 @@ class Place:
         offset: the note's offset in the body, in bytes, after the text that it extends, if any.
     """
 
-    def __init__(self, value: Value, around: tuple[bytes, bytes] | None = None, key: str = "", *, result: bool = False) -> None:
+    def __init__(
+        self,
+        value: Value,
+        around: tuple[bytes, bytes] | None = None,
+        key: str = "",
+        *,
+        result: bool = False,
+    ) -> None:
         self.value = value
         self.around = around
         self.key = key
@@ -56,7 +63,9 @@ LOCATORS: dict[str, Locator] = {}
 API adds its own."""
 
 
-def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes], *, result: bool) -> list[Place]:
+def locate_text(
+    patch: Patch, content: Value | None, block: tuple[bytes, bytes], *, result: bool
+) -> list[Place]:
     """The place in a content: after its newest text, results aside, or else in a new block at its end.
 
     Args:
@@ -66,7 +75,11 @@ def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes],
         result: the content is a tool's result.
     """
     if content is None or not patch.is_list(content):
-        return [Place(content, result=result)] if content is not None and patch.is_text(content) else []
+        return (
+            [Place(content, result=result)]
+            if content is not None and patch.is_text(content)
+            else []
+        )
     for item in patch.open_items(content)[: -_MAX_BLOCKS - 1 : -1]:
         text = _find_text(patch, patch.open_fields(item))
         if text is not None:
@@ -74,7 +87,9 @@ def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes],
     return [Place(content, block, result=result)]
 
 
-def locate_in_content(patch: Patch, content: Value | None, block: tuple[bytes, bytes]) -> list[Place]:
+def locate_in_content(
+    patch: Patch, content: Value | None, block: tuple[bytes, bytes]
+) -> list[Place]:
     """The places in a message's content: those in its results, or else after its newest text.
 
     Args:

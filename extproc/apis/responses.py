@@ -8,9 +8,27 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
-from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
+from extproc.apis.api import (
+    Api,
+    Completion,
+    Endpoint,
+    Question,
+    ToolList,
+    ToolWords,
+    frame_events,
+    frame_json,
+    write_error,
+)
 from extproc.apis.contents import is_given, read_content, read_string
-from extproc.apis.conversation import ASSISTANT, ASSISTANTS, OTHER_ROLE, TOOL, Before, Shape, take_list
+from extproc.apis.conversation import (
+    ASSISTANT,
+    ASSISTANTS,
+    OTHER_ROLE,
+    TOOL,
+    Before,
+    Shape,
+    take_list,
+)
 from extproc.apis.messages import CALL, OTHER, REFERENCE, RESULT, Part
 from extproc.apis.openai import hold_calls
 from extproc.apis.places import INPUT_TEXT_BLOCK, Place, locate_in_content, locate_text
@@ -65,13 +83,17 @@ def _take(value: Json) -> Sequence[Json]:
 
 def _look_back(body: ResponsesBody) -> Before:
     pointers = [body.previous_response_id, body.previous_interaction_id, body.conversation]
-    after = b" ".join([write_canonical(open_value(pointer)) for pointer in pointers if is_given(pointer)])
+    after = b" ".join(
+        [write_canonical(open_value(pointer)) for pointer in pointers if is_given(pointer)]
+    )
     return Before(after, open_ended=is_given(body.conversation))
 
 
 def _is_reference(item: Item) -> bool:
     """Whether an item is only the id of one on the server; its type may be omitted."""
-    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not ABSENT)
+    return item.type == "item_reference" or (
+        item.type is None and item.role is None and item.id is not ABSENT
+    )
 
 
 def _name_speaker(item: Item) -> str:
@@ -114,12 +136,19 @@ def _read(item: Item) -> list[Part]:
 def _read_call(item: Item) -> list[Part]:
     """A call, and the result if the server ran it."""
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
-    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # calls that the server ran have no call id
+    identity = read_string(
+        item.id if item.call_id is ABSENT else item.call_id
+    )  # calls that the server ran have no call id
     given: Json = _find_input(item)
     walk(2)
     charge(given)
     returned: Json = next(
-        (value for value in (item.output, item.outputs, item.results, item.result) if is_given(value)), ABSENT
+        (
+            value
+            for value in (item.output, item.outputs, item.results, item.result)
+            if is_given(value)
+        ),
+        ABSENT,
     )
     if item.type == "web_search_call":
         given, returned = _divide_search(given)
@@ -150,7 +179,15 @@ def _join_logs(outputs: Json) -> Json:
 
 def _find_input(item: Item) -> Raw:
     """The raw input of a call; each kind of call has its own key for it."""
-    for value in (item.arguments, item.input, item.action, item.actions, item.operation, item.code, item.queries):
+    for value in (
+        item.arguments,
+        item.input,
+        item.action,
+        item.actions,
+        item.operation,
+        item.code,
+        item.queries,
+    ):
         if value is not ABSENT:
             return value
     return ABSENT
@@ -181,7 +218,9 @@ def complete(completion: Completion, question: Question) -> Framed | None:
         return None
     if question.read("stream") is True:
         events = enumerate(_write_events(completion))
-        return frame_events(({**event, "sequence_number": number} for number, event in events), named=True)
+        return frame_events(
+            ({**event, "sequence_number": number} for number, event in events), named=True
+        )
     return frame_json(200, _make_response(completion, "completed"))
 
 
@@ -226,7 +265,13 @@ def _make_response(completion: Completion, status: str) -> dict[str, Any]:
 
 def _make_message(completion: Completion, status: str) -> dict[str, Any]:
     text = {"type": "output_text", "text": completion.text, "annotations": [], "logprobs": []}
-    return {"id": f"msg_{completion.name}", "type": "message", "status": status, "role": "assistant", "content": [text]}
+    return {
+        "id": f"msg_{completion.name}",
+        "type": "message",
+        "status": status,
+        "role": "assistant",
+        "content": [text],
+    }
 
 
 _TOOLS = ToolList("input", "tools", "tool_choice", hold=hold_calls)
@@ -238,7 +283,13 @@ API = Api(
         r"/responses/input_tokens\Z": Endpoint(write_error, asks_model=False),
     },
     # OpenAI, Azure OpenAI, Codex with an account.
-    samples=("/v1/responses", "/responses", "/openai/v1/responses", "/openai/responses", "/backend-api/codex/responses"),
+    samples=(
+        "/v1/responses",
+        "/responses",
+        "/openai/v1/responses",
+        "/openai/responses",
+        "/backend-api/codex/responses",
+    ),
     asked=("stream",),
     shapes=(
         Shape(
@@ -256,12 +307,22 @@ API = Api(
             mark=b'"function_call"',
         ),
     ),
-    tool_lists=(_TOOLS, _TOOLS._replace(beside="")),  # without a conversation, it continues one on the server
-    tool_words=ToolWords(groups={"namespace": "tools"}, servers=frozenset({"mcp"}), called={"computer_use": "computer"}),
+    tool_lists=(
+        _TOOLS,
+        _TOOLS._replace(beside=""),
+    ),  # without a conversation, it continues one on the server
+    tool_words=ToolWords(
+        groups={"namespace": "tools"},
+        servers=frozenset({"mcp"}),
+        called={"computer_use": "computer"},
+    ),
     counts={
         "input": ("usage.input_tokens", "response.usage.input_tokens"),
         "output": ("usage.output_tokens", "response.usage.output_tokens"),
-        "cached": ("usage.input_tokens_details.cached_tokens", "response.usage.input_tokens_details.cached_tokens"),
+        "cached": (
+            "usage.input_tokens_details.cached_tokens",
+            "response.usage.input_tokens_details.cached_tokens",
+        ),
     },
     events=("usage", "response.usage"),
     answered_by=("model", "response.model"),

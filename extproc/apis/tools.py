@@ -25,7 +25,9 @@ _MOST_TOOLS: Final = 500
 _READ_ONLY: Final = b"readOnlyHint"
 """MCP's hint that a tool changes nothing, which some clients pass on."""
 
-_decode_hint: Final = json.Decoder(defstruct("Annotations", [("readOnlyHint", bool | None, None)], gc=False)).decode
+_decode_hint: Final = json.Decoder(
+    defstruct("Annotations", [("readOnlyHint", bool | None, None)], gc=False)
+).decode
 
 
 _NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
@@ -35,7 +37,12 @@ _NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
 class DeclaredTool:
     """A tool, read lazily, because a request may declare hundreds."""
 
-    def __init__(self, tool: Any, entry: Any, get_schemas: Callable[[Any], tuple[Raw, ...]]) -> None:  # noqa: ANN401  # made at run time
+    def __init__(
+        self,
+        tool: Any,  # noqa: ANN401  # made at run time
+        entry: Any,  # noqa: ANN401  # made at run time
+        get_schemas: Callable[[Any], tuple[Raw, ...]],
+    ) -> None:
         """`entry` is the list's entry that is or contains the tool; `get_schemas` reads its possible schemas."""
         self._tool = tool
         self._entry = entry
@@ -64,7 +71,9 @@ class ToolReader:
         keys = [(key, Raw, ABSENT) for key in (*schemas, "annotations")]
         inner: Any = defstruct("Inner", [("name", str, ""), *keys], gc=False)
         held: Any = inner | list[inner] | None
-        entry: Any = defstruct("Entry", [("name", str, ""), *keys, *[(key, held, None) for key in holders]], gc=False)
+        entry: Any = defstruct(
+            "Entry", [("name", str, ""), *keys, *[(key, held, None) for key in holders]], gc=False
+        )
         self._unknown = DeclaredTool(entry(), entry(), self._get_schemas)
         self._called = words.called
         self._decode_list = json.Decoder(list[entry]).decode
@@ -86,7 +95,11 @@ class ToolReader:
             return {}
         for key in TOOL_KEYS:
             if bytes(conversation.find_field(key) or b"").find(_READ_ONLY) >= 0:
-                return {name: tool.reads for name, tool in self.read(conversation).items() if tool.reads is not None}
+                return {
+                    name: tool.reads
+                    for name, tool in self.read(conversation).items()
+                    if tool.reads is not None
+                }
         if beside is not None:
             beside.hints = False
         return {}
@@ -102,7 +115,9 @@ class ToolReader:
         found = False
         for key in TOOL_KEYS:
             raw = conversation.find_field(key)
-            found = found or (raw is not None and len(raw) > 0 and self._may_hold(bytes(raw), tools))
+            found = found or (
+                raw is not None and len(raw) > 0 and self._may_hold(bytes(raw), tools)
+            )
         if beside is not None:
             beside.declares = tools, found
         return found
@@ -123,7 +138,11 @@ class ToolReader:
 
     def _read_list(self, raw: bytes, tools: dict[str, DeclaredTool]) -> None:
         try:
-            entries = decode_json(raw, self._decode_holder).tools if raw[:1] == b"{" else decode_json(raw, self._decode_list)
+            entries = (
+                decode_json(raw, self._decode_holder).tools
+                if raw[:1] == b"{"
+                else decode_json(raw, self._decode_list)
+            )
             for entry in entries[:_MOST_TOOLS]:
                 held = list(filter(None, self._get_held(entry)))
                 if entry.name and not any(isinstance(value, list) for value in held):

@@ -23,7 +23,9 @@ def round_up(amount: float) -> float:
     return round(ceil(amount / step - 1e-9) * step, 9)
 
 
-def write_budget_grant(tenant: str, policy: str, rule: str, limit: float, left: float, asked: float) -> str:  # noqa: PLR0913  # a budget
+def write_budget_grant(  # noqa: PLR0913  # a budget
+    tenant: str, policy: str, rule: str, limit: float, left: float, asked: float
+) -> str:
     """The command that grants a caller more of a rule's budget.
 
     The amount is a tenth of the budget, or enough for a few requests if that is more. If a full

@@ -139,5 +139,11 @@ class CostKey:
             nano = self.rates.find_cost(model, usage)
             return min(nano * units // (PERIOD_UNITS * _NANO_PER_UNIT), MAX_AMOUNT * units)
         prompt = usage.prompt
-        tokens = usage.output if self.measured == OUTPUT else prompt if self.measured == INPUT else prompt + usage.output
+        tokens = (
+            usage.output
+            if self.measured == OUTPUT
+            else prompt
+            if self.measured == INPUT
+            else prompt + usage.output
+        )
         return min(tokens, MAX_AMOUNT) * units

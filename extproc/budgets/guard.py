@@ -128,12 +128,26 @@ class BudgetLimit:
     def set_flat(self, amount: int) -> None:
         """Set the cost of each request, if it is fixed, and prepare the question's arguments."""
         self.flat = amount
-        self._arguments = list_arguments(self.make_take("", amount), ALONE, SERVER_CLOCK) if amount else ()
+        self._arguments = (
+            list_arguments(self.make_take("", amount), ALONE, SERVER_CLOCK) if amount else ()
+        )
 
     def make_take(self, key: str, amount: int) -> Take:
         """The question for the store."""
         arguments = self._arguments if amount == self.flat else ()
-        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset, -1, "", self.lifetime_ms, arguments)
+        return Take(
+            key,
+            self.kind,
+            amount,
+            self.limit,
+            self.rate,
+            self.span,
+            self.offset,
+            -1,
+            "",
+            self.lifetime_ms,
+            arguments,
+        )
 
 
 class BudgetStage(NamedTuple):
@@ -163,30 +177,60 @@ class BudgetRule:
         self.quoted = quote(self.name, safe="")
         self.hints = False
         self.stages: list[BudgetStage] = []
-        self._answer, self._most_answer, self._most_prompt, self._most_tokens = float(DEFAULT_ANSWER), 0.0, 0.0, 0.0
+        self._answer, self._most_answer, self._most_prompt, self._most_tokens = (
+            float(DEFAULT_ANSWER),
+            0.0,
+            0.0,
+            0.0,
+        )
         status = rule.reject_status
         self.refusal = RefusalForm(status if isinstance(status, int) else None)
         if rule.algorithm == "token_bucket":
             bucket = TokenBucket.model_validate(rule.algorithm_config)
             self.cost = CostKey(bucket.cost_source, bucket.fixed_cost, bucket.default_cost)
-            rate = scale(bucket.tokens_per_second or bucket.rps or 0, BUCKET_UNITS // _MS_PER_SECOND)
+            rate = scale(
+                bucket.tokens_per_second or bucket.rps or 0, BUCKET_UNITS // _MS_PER_SECOND
+            )
             words, reason = "a burst", Reason.TOKEN_BUCKET_EXCEEDED
             unit = REQUEST_UNIT if bucket.cost_source == FIXED and bucket.fixed_cost == 1 else ""
-            self.limits = [BudgetLimit("bucket", BUCKET, bucket.burst, BUCKET_UNITS, reason, words, unit, rate=max(1, rate))]
+            self.limits = [
+                BudgetLimit(
+                    "bucket",
+                    BUCKET,
+                    bucket.burst,
+                    BUCKET_UNITS,
+                    reason,
+                    words,
+                    unit,
+                    rate=max(1, rate),
+                )
+            ]
         elif rule.algorithm == "cost_based":
             self._compile_cost(CostBased.model_validate(rule.algorithm_config))
         else:
             self._compile_llm(TokenBucketLlm.model_validate(rule.algorithm_config))
         for limit in self.limits:
             limit.set_flat(self.cost.find_flat(limit.units))
-        self.asks_usage = rule.algorithm_config.get("usage") is not None and self.cost.measured not in ("", INPUT)
+        self.asks_usage = rule.algorithm_config.get(
+            "usage"
+        ) is not None and self.cost.measured not in ("", INPUT)
 
     def _compile_cost(self, config: CostBased) -> None:
-        rates = make_rates(config.prices, config.unknown_model) if config.cost_key == DOLLARS else None
+        rates = (
+            make_rates(config.prices, config.unknown_model) if config.cost_key == DOLLARS else None
+        )
         self.cost = CostKey(config.cost_key, config.fixed_cost, config.default_cost, rates)
-        share = min([stage.threshold_percent for stage in config.staged_actions if stage.action == REJECT])
+        share = min(
+            [stage.threshold_percent for stage in config.staged_actions if stage.action == REJECT]
+        )
         span, offset = _PERIODS[config.period], _FIRST_SUNDAY if config.period == "7d" else 0
-        unit = DOLLAR_UNIT if config.cost_key == DOLLARS else TOKEN_UNIT if config.cost_key in MEASURED else ""
+        unit = (
+            DOLLAR_UNIT
+            if config.cost_key == DOLLARS
+            else TOKEN_UNIT
+            if config.cost_key in MEASURED
+            else ""
+        )
         words = _SPANS[config.period]
         self.limits = [
             BudgetLimit(
@@ -204,7 +248,10 @@ class BudgetRule:
         ]
         stages = [stage for stage in config.staged_actions if stage.action != REJECT]
         stages.sort(key=lambda stage: stage.threshold_percent, reverse=True)
-        self.stages = [BudgetStage(each.threshold_percent, ACTIONS[each.action], round(each.delay_ms or 0)) for each in stages]
+        self.stages = [
+            BudgetStage(each.threshold_percent, ACTIONS[each.action], round(each.delay_ms or 0))
+            for each in stages
+        ]
 
     def _compile_llm(self, config: TokenBucketLlm) -> None:
         self.cost = CostKey(TOKENS, 1, 1)
@@ -215,14 +262,31 @@ class BudgetRule:
         self._most_tokens = config.max_tokens_per_request or 0
         rate = max(1, scale(config.tokens_per_minute, BUCKET_UNITS // _MS_PER_MINUTE))
         burst = config.burst_tokens or config.tokens_per_minute
-        words = "a minute" if burst == config.tokens_per_minute else f"a burst, and {config.tokens_per_minute:.9g} a minute"
+        words = (
+            "a minute"
+            if burst == config.tokens_per_minute
+            else f"a burst, and {config.tokens_per_minute:.9g} a minute"
+        )
         self.limits = [
-            BudgetLimit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, TOKEN_UNIT, rate=rate),
+            BudgetLimit(
+                "tpm",
+                BUCKET,
+                burst,
+                BUCKET_UNITS,
+                Reason.TPM_EXCEEDED,
+                words,
+                TOKEN_UNIT,
+                rate=rate,
+            ),
         ]
         if config.tokens_per_day is not None:
             reason = Reason.TPD_EXCEEDED
             most = config.tokens_per_day
-            self.limits.append(BudgetLimit("tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", TOKEN_UNIT, span=_DAY))
+            self.limits.append(
+                BudgetLimit(
+                    "tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", TOKEN_UNIT, span=_DAY
+                )
+            )
 
     @property
     def reads_body(self) -> bool:
@@ -256,9 +320,13 @@ class BudgetRule:
         """Why a request is too large even for a full budget; None if it is not."""
         total = estimate.prompt + answer
         if self._most_prompt and estimate.prompt > self._most_prompt:
-            return self._make_oversize(Reason.PROMPT_TOKENS_EXCEEDED, self._most_prompt, estimate.prompt)
+            return self._make_oversize(
+                Reason.PROMPT_TOKENS_EXCEEDED, self._most_prompt, estimate.prompt
+            )
         if self._most_tokens and total > self._most_tokens:
-            return self._make_oversize(Reason.MAX_TOKENS_PER_REQUEST_EXCEEDED, self._most_tokens, total)
+            return self._make_oversize(
+                Reason.MAX_TOKENS_PER_REQUEST_EXCEEDED, self._most_tokens, total
+            )
         return None
 
     def _make_oversize(self, reason: Reason, limit: float, asked: float) -> BudgetSubject:
@@ -276,7 +344,9 @@ class Reservation:
         taken: the answer; None before.
     """
 
-    def __init__(self, rule: BudgetRule, limit: BudgetLimit, key: str, amount: int, tenant: str) -> None:
+    def __init__(
+        self, rule: BudgetRule, limit: BudgetLimit, key: str, amount: int, tenant: str
+    ) -> None:
         self.rule = rule
         self.limit = limit
         self.take = limit.make_take(key, amount)
@@ -333,14 +403,22 @@ class BudgetRules:
         self.similarity_name = BUDGET
         self.steer_note = ""
         self.refuses_later = True
-        self.rules = [BudgetRule(rule) for rule in [*rules, *([fallback] if fallback is not None else [])]]
+        self.rules = [
+            BudgetRule(rule) for rule in [*rules, *([fallback] if fallback is not None else [])]
+        ]
         self.breaker: BudgetLimit | None = None
         self.alerts = False
         self.breaker_rule = ONE
-        if breaker is not None and breaker.enabled and breaker.spend_rate_threshold_per_minute is not None:
+        if (
+            breaker is not None
+            and breaker.enabled
+            and breaker.spend_rate_threshold_per_minute is not None
+        ):
             span = round(breaker.auto_reset_after_minutes * _MS_PER_MINUTE)
             threshold, reason = breaker.spend_rate_threshold_per_minute, Reason.CIRCUIT_BREAKER_OPEN
-            self.breaker = BudgetLimit(BREAKER_BUDGET, BREAKER, threshold, PERIOD_UNITS, reason, "a minute", "", span=span)
+            self.breaker = BudgetLimit(
+                BREAKER_BUDGET, BREAKER, threshold, PERIOD_UNITS, reason, "a minute", "", span=span
+            )
             self.alerts = breaker.alert
             if rules:
                 self.breaker_rule = self.rules[0]
@@ -357,7 +435,9 @@ class BudgetRules:
     @property
     def lifetime_seconds(self) -> int:
         """The longest time for which a request affects the store."""
-        limits = [limit for rule in self.rules for limit in rule.limits] + ([self.breaker] if self.breaker is not None else [])
+        limits = [limit for rule in self.rules for limit in rule.limits] + (
+            [self.breaker] if self.breaker is not None else []
+        )
         return max([limit.lifetime_ms for limit in limits]) // _MS_PER_SECOND
 
     def owns(self, key: str) -> bool:
@@ -374,7 +454,13 @@ class BudgetRules:
                     return known, limit
         return None
 
-    def judge(self, fingerprint: str, tenant: str, reserved: list[Reservation], oversize: BudgetSubject | None) -> Outcome:
+    def judge(
+        self,
+        fingerprint: str,
+        tenant: str,
+        reserved: list[Reservation],
+        oversize: BudgetSubject | None,
+    ) -> Outcome:
         """The outcome, given the store's answers."""
         if oversize is not None:
             refusal = next(rule.refusal for rule in self.rules if rule.name == oversize.rule)
@@ -386,11 +472,16 @@ class BudgetRules:
                 return self._refuse(fingerprint, tenant, worst)
             if each.rule.stages:
                 stage = _find_stage(each)
-                if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
+                if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (
+                    SEVERITY[action],
+                    delay,
+                ):
                     action, found, delay = stage.action, each, stage.delay_ms
         if found is None:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, NOTHING, _FORM)
-        return self._make_outcome(action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay)
+        return self._make_outcome(
+            action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay
+        )
 
     def _refuse(self, fingerprint: str, tenant: str, reserved: Reservation) -> Outcome:
         taken = reserved.taken
@@ -398,7 +489,12 @@ class BudgetRules:
         retry_after = None if wait == FOREVER else max(1, -(-wait // _MS_PER_SECOND))
         subject = make_subject(reserved, final=wait == FOREVER)
         return self._make_outcome(
-            Action.REJECT, fingerprint, reserved.tenant or tenant, subject, reserved.rule.refusal, retry_after=retry_after
+            Action.REJECT,
+            fingerprint,
+            reserved.tenant or tenant,
+            subject,
+            reserved.rule.refusal,
+            retry_after=retry_after,
         )
 
     def _make_outcome(  # noqa: PLR0913  # all that an outcome tells
@@ -445,7 +541,9 @@ def _find_stage(reserved: Reservation) -> BudgetStage | None:
     if taken is None or reserved.limit.kind != PERIOD:
         return None
     limit = reserved.limit
-    whole = limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))  # a part while the store is down
+    whole = (
+        limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))
+    )  # a part while the store is down
     used = (reserved.take.limit - taken.left) * _WHOLE / whole
     for stage in reserved.rule.stages:
         if used >= stage.percent:
@@ -471,7 +569,9 @@ def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject
 
 
 _FORM: Final = RefusalForm(None)
-ONE: Final = BudgetRule(Rule(name="one", algorithm="token_bucket", algorithm_config={"rps": 1, "burst": 1}))
+ONE: Final = BudgetRule(
+    Rule(name="one", algorithm="token_bucket", algorithm_config={"rps": 1, "burst": 1})
+)
 """If a policy has no rules, each request costs its breaker 1."""
 
 NOTHING: Final = BudgetSubject("", Reason.BUDGET_EXCEEDED, 1, 1, 0, "", 0, "")
@@ -481,4 +581,6 @@ NOTHING: Final = BudgetSubject("", Reason.BUDGET_EXCEEDED, 1, 1, 0, "", 0, "")
 def read_hint(request: HttpRequest) -> int:
     """The client's own estimate of the prompt's tokens; 0 if it sends none."""
     text = request.read_header(_HINT).strip()
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= len("1000000000") else 0
+    return (
+        int(text) if text.isascii() and text.isdecimal() and len(text) <= len("1000000000") else 0
+    )

@@ -3,7 +3,8 @@
 A rule's `algorithm_config` has different keys for each `algorithm`; `CONFIGS` maps an algorithm to
 its model.
 """
-# interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled classes do not keep
+# interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled
+# classes do not keep
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def _check_cost_key(value: str) -> str:
         return value
     if value != FIXED and not _SOURCE.match(value):
         raise make_error(
-            f"must be 'fixed', 'header:<name>', 'query:<name>', {', '.join(map(repr, MEASURED[:-1]))} or '{DOLLARS}'"
+            "must be 'fixed', 'header:<name>', 'query:<name>', "
+            f"{', '.join(map(repr, MEASURED[:-1]))} or '{DOLLARS}'"
         )
     return value.lower() if value.startswith("header:") else value
 
@@ -82,7 +84,11 @@ Amount = Annotated[float, Field(gt=0, le=MAX_AMOUNT, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=MIN_RATE, le=MAX_AMOUNT, allow_inf_nan=False)]
 Percent = Annotated[float, Field(ge=0, le=_WHOLE, allow_inf_nan=False)]
 MatchKey = Annotated[str, AfterValidator(_check_match_key)]
-MatchValue = Annotated[str, BeforeValidator(_write_match_value), WithJsonSchema({"type": ["string", "number", "boolean"]})]
+MatchValue = Annotated[
+    str,
+    BeforeValidator(_write_match_value),
+    WithJsonSchema({"type": ["string", "number", "boolean"]}),
+]
 CostSource = Annotated[str, AfterValidator(_check_source)]
 CostKey = Annotated[str, AfterValidator(_check_cost_key)]
 Asked = Literal["request"]
@@ -94,22 +100,24 @@ class Stage(JsonObject):
 
     Attributes:
         threshold_percent: percentage of the budget, 0 to 100, including the request.
-        action: `warn` adds a header, `throttle` delays, `steer` adds a note for the model, `reject` refuses what would exceed
-            this share.
+        action: `warn` adds a header, `throttle` delays, `steer` adds a note for the model, `reject`
+            refuses what would exceed this share.
         delay_ms: the delay of `throttle`, in milliseconds, at most 30000.
     """
 
     threshold_percent: Percent
     action: Literal["warn", "throttle", "steer", "reject"]
-    delay_ms: Annotated[float, Field(gt=0, le=MAX_STAGE_DELAY_MS, allow_inf_nan=False)] | None = None
+    delay_ms: Annotated[float, Field(gt=0, le=MAX_STAGE_DELAY_MS, allow_inf_nan=False)] | None = (
+        None
+    )
 
 
 class TokenSource(JsonObject):
     """How the tokens of a prompt are estimated.
 
     Attributes:
-        estimator: `simple_word` counts four characters as a token; `header_hint` uses the header `x-token-estimate` if it is
-            higher.
+        estimator: `simple_word` counts four characters as a token; `header_hint` uses the header
+            `x-token-estimate` if it is higher.
     """
 
     estimator: Literal["simple_word", "header_hint"] = "simple_word"
@@ -125,7 +133,8 @@ class TokenBucket(JsonObject):
         burst: what the bucket holds; at least `tokens_per_second`.
         cost_source: cost of a request: `fixed`, `header:<name>` or `query:<name>`.
         fixed_cost: cost of each request with `fixed`.
-        default_cost: cost of a request whose header or parameter is missing or has no positive number.
+        default_cost: cost of a request whose header or parameter is missing or has no positive
+            number.
     """
 
     algorithm: Literal["token_bucket"] | None = None
@@ -144,15 +153,16 @@ class CostBased(JsonObject):
         algorithm: the rule's algorithm again; may be omitted.
         budget: what may be used in a period.
         period: `5m`, `1h`, `1d` or `7d`, by the calendar in UTC; weeks begin on Sunday.
-        cost_key: cost of a request: `fixed`, `header:<name>`, `query:<name>`, or what the response has used: `usage:tokens`,
-            `usage:input`, `usage:output` or `usage:dollars`.
+        cost_key: cost of a request: `fixed`, `header:<name>`, `query:<name>`, or what the response
+            has used: `usage:tokens`, `usage:input`, `usage:output` or `usage:dollars`.
         fixed_cost: cost of each request with `fixed`.
-        default_cost: cost of a request whose header or parameter is missing or has no positive number.
+        default_cost: cost of a request whose header or parameter is missing or has no positive
+            number.
         staged_actions: what happens from which share of the budget on; the last one rejects at 100.
         prices: prices of models for `usage:dollars`, as in `session_limits`.
         unknown_model: price of other models for `usage:dollars`, as in `session_limits`.
-        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise they pay for
-            their size, four bytes a token. Clients get one more event.
+        usage: `request` makes streams report their usage, if their API does so only on request.
+            Otherwise they pay for their size, four bytes a token. Clients get one more event.
     """
 
     algorithm: Literal["cost_based"] | None = None
@@ -181,8 +191,8 @@ class TokenBucketLlm(JsonObject):
         default_max_completion: tokens reserved for an answer if the request sets no maximum.
         default_max_completion_tokens: ignored; `default_max_completion` is meant.
         token_source: how the tokens of a prompt are estimated.
-        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise they pay for
-            their size, four bytes a token. Clients get one more event.
+        usage: `request` makes streams report their usage, if their API does so only on request.
+            Otherwise they pay for their size, four bytes a token. Clients get one more event.
     """
 
     algorithm: Literal["token_bucket_llm"] | None = None
@@ -211,12 +221,14 @@ class Rule(JsonObject):
 
     Attributes:
         name: the rule's name in metrics, logs and answers; unique in its policy.
-        limit_keys: what tells the callers of this budget apart. A request that lacks one is not counted by the rule, unless the
-            policy sets `missing_descriptor`.
-        algorithm: `token_bucket` for requests, `token_bucket_llm` for tokens, `cost_based` for costs in a period.
+        limit_keys: what tells the callers of this budget apart. A request that lacks one is not
+            counted by the rule, unless the policy sets `missing_descriptor`.
+        algorithm: `token_bucket` for requests, `token_bucket_llm` for tokens, `cost_based` for
+            costs in a period.
         algorithm_config: the keys of the algorithm.
         reject_status: status of a refusal; `auto`: 429 if waiting helps, else 400.
-        match: limit keys outside the body, and the value that each must have; all must be equal for the rule to apply.
+        match: limit keys outside the body, and the value that each must have; all must be equal for
+            the rule to apply.
     """
 
     name: RuleName
@@ -228,7 +240,10 @@ class Rule(JsonObject):
 
     def needs_answers(self) -> bool:
         """Whether the cost of a request is known only after the response."""
-        return self.algorithm == "token_bucket_llm" or self.algorithm_config.get("cost_key") in MEASURED
+        return (
+            self.algorithm == "token_bucket_llm"
+            or self.algorithm_config.get("cost_key") in MEASURED
+        )
 
 
 class FallbackLimit(Rule):
@@ -242,20 +257,23 @@ class FallbackLimit(Rule):
 
 
 class CircuitBreaker(JsonObject):
-    """Refuses all requests of a caller that spends too fast. A request costs what the policy's first rule says.
+    """Refuses all requests of a caller that spends too fast, at the first rule's prices.
 
     Attributes:
         enabled: `true` turns it on; `validate` warns if the key is missing.
         spend_rate_threshold_per_minute: spending in a minute from which on requests are refused.
         action: `reject`.
-        auto_reset_after_minutes: how long requests are refused; 0 until an operator releases the caller.
+        auto_reset_after_minutes: how long requests are refused; 0 until an operator releases the
+            caller.
         alert: with `true`, the line in the log has `alert`.
     """
 
     enabled: bool = False
     spend_rate_threshold_per_minute: Amount | None = None
     action: Literal["reject"] = "reject"
-    auto_reset_after_minutes: Annotated[float, Field(ge=0, le=MAX_RESET_MINUTES, allow_inf_nan=False)] = 0
+    auto_reset_after_minutes: Annotated[
+        float, Field(ge=0, le=MAX_RESET_MINUTES, allow_inf_nan=False)
+    ] = 0
     alert: bool = False
 
 
@@ -272,9 +290,14 @@ def _list_rules(spec: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
     """List the rules of a raw spec and its fallback, with their places; anything but an object is skipped."""
     rules, fallback = spec.get("rules"), spec.get(FALLBACK)
     listed: list[tuple[Place, Any]] = [
-        (("rules", number), rule) for number, rule in enumerate(rules if isinstance(rules, list) else ())
+        (("rules", number), rule)
+        for number, rule in enumerate(rules if isinstance(rules, list) else ())
     ]
-    return [(place, rule) for place, rule in [*listed, ((FALLBACK,), fallback)] if isinstance(rule, dict)]
+    return [
+        (place, rule)
+        for place, rule in [*listed, ((FALLBACK,), fallback)]
+        if isinstance(rule, dict)
+    ]
 
 
 def find_rule_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
@@ -287,13 +310,24 @@ def find_rule_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
         name = rule.get("name", FALLBACK if place == (FALLBACK,) else None)
         if isinstance(name, str) and first.setdefault(name, place) != place:
             taken = f"duplicate name {name!r}, also at {'/'.join(map(str, first[name]))}"
-            yield (*place, "name"), f"{taken}; the rules of a policy need names of their own, or they would share a budget"
+            yield (
+                (*place, "name"),
+                (
+                    f"{taken}; the rules of a policy need names of their own, or they would share "
+                    "a "
+                    "budget"
+                ),
+            )
         config = rule.get("algorithm_config")
         if isinstance(config, dict):
             for below, message in _find_config_errors(rule.get("algorithm"), config):
                 yield (*place, "algorithm_config", *below), message
     breaker = spec.get("circuit_breaker")
-    if isinstance(breaker, dict) and breaker.get("enabled") is True and breaker.get(_THRESHOLD) is None:
+    if (
+        isinstance(breaker, dict)
+        and breaker.get("enabled") is True
+        and breaker.get(_THRESHOLD) is None
+    ):
         yield ("circuit_breaker",), f"when enabled is true, {_THRESHOLD} is required"
 
 
@@ -305,8 +339,14 @@ def _find_config_errors(algorithm: object, config: dict[str, Any]) -> Iterator[t
         name = "tokens_per_second" if config.get("tokens_per_second") is not None else "rps"
         if config.get(name) is None:
             yield (), "tokens_per_second or rps is required"
-        if None not in (rates := [config.get("tokens_per_second"), config.get("rps")]) and rates[0] != rates[1]:
-            yield ("rps",), "rps is another name for tokens_per_second, but has another value; leave one out"
+        if (
+            None not in (rates := [config.get("tokens_per_second"), config.get("rps")])
+            and rates[0] != rates[1]
+        ):
+            yield (
+                ("rps",),
+                "rps is another name for tokens_per_second, but has another value; leave one out",
+            )
         yield from _find_burst_errors(config, "burst", name)
     elif algorithm == "token_bucket_llm":
         yield from _find_burst_errors(config, "burst_tokens", "tokens_per_minute")
@@ -317,7 +357,9 @@ def _find_config_errors(algorithm: object, config: dict[str, Any]) -> Iterator[t
                 yield (key,), f"{key} belongs to cost_key {DOLLARS}"
 
 
-def _find_burst_errors(config: dict[str, Any], burst: str, rate: str) -> Iterator[tuple[Place, str]]:
+def _find_burst_errors(
+    config: dict[str, Any], burst: str, rate: str
+) -> Iterator[tuple[Place, str]]:
     holds, flows = _read_number(config.get(burst)), _read_number(config.get(rate))
     if holds is not None and flows is not None and 0 < holds < flows:
         yield (burst,), f"{burst} must be >= {rate}, which is {flows:g}, not {holds:g}"
@@ -334,7 +376,10 @@ def _find_stage_errors(stages: object) -> Iterator[tuple[Place, str]]:
         action, place = stage.get("action"), ("staged_actions", number)
         percent = _read_number(stage.get("threshold_percent"))
         if percent is not None and first.setdefault(percent, number) != number:
-            yield (*place, "threshold_percent"), f"duplicate threshold {percent:g}, also at staged_actions/{first[percent]}"
+            yield (
+                (*place, "threshold_percent"),
+                f"duplicate threshold {percent:g}, also at staged_actions/{first[percent]}",
+            )
         if action == THROTTLE and stage.get("delay_ms") is None:
             yield place, "throttle needs delay_ms, in milliseconds"
         elif action != THROTTLE and stage.get("delay_ms") is not None:
@@ -342,7 +387,10 @@ def _find_stage_errors(stages: object) -> Iterator[tuple[Place, str]]:
         rejects = rejects or (action == REJECT and percent == _WHOLE)
     if not rejects:
         last = f'{{"threshold_percent": {_WHOLE}, "action": "reject"}}'
-        yield ("staged_actions",), f"staged_actions must contain {last}: without it, the budget has no end"
+        yield (
+            ("staged_actions",),
+            f"staged_actions must contain {last}: without it, the budget has no end",
+        )
 
 
 def _read_number(value: Any) -> float | None:  # noqa: ANN401  # raw JSON

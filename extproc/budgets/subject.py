@@ -65,7 +65,8 @@ class BudgetSubject:
         """The percentage of the budget that is used."""
         return max(0.0, (self.limit - self.left) * 100 / self.limit) if self.limit else 100.0
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002
         """See `Subject`."""
         if self.reason is Reason.CIRCUIT_BREAKER_OPEN:
             return self._write_open(outcome)
@@ -80,22 +81,35 @@ class BudgetSubject:
             )
         left = _write(max(0.0, self.left), self.unit)
         return (
-            f"Budget used up: rule {self.rule} allows {allowed} in {self.span}, {left} of that is left, "
-            f"and this request needs {asked}. Send it again in {_write_seconds(outcome.retry_after or 1)}."
+            f"Budget used up: rule {self.rule} allows {allowed} in {self.span}, {left} of that is "
+            "left, "
+            f"and this request needs {asked}. Send it again in "
+            f"{_write_seconds(outcome.retry_after or 1)}."
         )
 
     def _write_open(self, outcome: Outcome) -> str:
-        opened = f"Spending was stopped because it reached {_write(self.limit, self.unit)} in a minute."
+        opened = (
+            f"Spending was stopped because it reached {_write(self.limit, self.unit)} in a minute."
+        )
         if outcome.retry_after is None:
-            return f"{opened} Do not send this request again: tell the user, and wait for an operator."
+            return (
+                f"{opened} Do not send this request again: tell the user, and wait for an operator."
+            )
         return f"{opened} Send this request again in {_write_seconds(outcome.retry_after)}."
 
-    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002
         """See `Subject`."""
         told = f"{self.percent:.0f} % of the budget for {self.span} is used"
-        return Advice(told, "", "Finish with what you have, and avoid steps that are not needed.", "Budget near its end")
+        return Advice(
+            told,
+            "",
+            "Finish with what you have, and avoid steps that are not needed.",
+            "Budget near its end",
+        )
 
-    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002
         """See `Subject`."""
         return None
 

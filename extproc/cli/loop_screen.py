@@ -1,4 +1,7 @@
-"""The screen of `loopguard top`: the most important columns that fit the terminal. Rows do not wrap."""
+"""The screen of `loopguard top`: the most important columns that fit the terminal.
+
+Rows do not wrap.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from extproc.cli.commands import count, write_caller, write_number
 from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
-from extproc.operator.admin.row_states import is_healthy, list_burning, read_time, write_age, write_now
+from extproc.operator.admin.row_states import (
+    is_healthy,
+    list_burning,
+    read_time,
+    write_age,
+    write_now,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -43,7 +52,9 @@ class LoopScreen:
         self._report = report
         self._commands = commands
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         from rich.table import Table  # noqa: PLC0415  # only this command needs it
         from rich.text import Text  # noqa: PLC0415  # as above
 
@@ -54,20 +65,30 @@ class LoopScreen:
         columns = [column for column in COLUMNS if width >= column.least]
         rows = [*_list_burning(report), *report["conversations"]]
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum([column.grows for column in columns])
+        spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum(
+            [column.grows for column in columns]
+        )
         for column in columns:
             side: JustifyMethod = "right" if column.right else "left"
             most = column.width + max(0, spare) * column.grows
-            table.add_column(column.name, justify=side, max_width=most, no_wrap=True, overflow="ellipsis")
+            table.add_column(
+                column.name, justify=side, max_width=most, no_wrap=True, overflow="ellipsis"
+            )
         for row in rows:
             style = "" if row.get("looping", True) else "dim"
             # Text objects, because clients' values must not be interpreted as markup.
-            table.add_row(*(Text(escape_controls(column.write(row, now)), style) for column in columns))
+            table.add_row(
+                *(Text(escape_controls(column.write(row, now)), style) for column in columns)
+            )
         if rows:
             yield table
         for line in write_budgets(report.get("budgets"), width):
             yield Text(escape_controls(line), no_wrap=True, overflow="ellipsis")
-        hint = "commands that stop or free each: loopguard top --commands" if rows and not self._commands else ""
+        hint = (
+            "commands that stop or free each: loopguard top --commands"
+            if rows and not self._commands
+            else ""
+        )
         for line in filter(None, [report["problem"], report["estimate"], hint]):
             yield Text(escape_controls(line), "dim")
         for line in self._commands:
@@ -81,15 +102,33 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
     total = report["total"]
     if not report["budgets"]:
         return [f"budgets: {report['note']}"]
-    told = f"budgets of {count(total['callers'], 'caller')}: {total['used_up']} used up, {total['refused']} refused"
-    lines = [f"{told}, {count(total['open_breakers'], 'open breaker')}" if total["open_breakers"] else told]
+    told = (
+        f"budgets of {count(total['callers'], 'caller')}: {total['used_up']} used up, "
+        f"{total['refused']} refused"
+    )
+    lines = [
+        f"{told}, {count(total['open_breakers'], 'open breaker')}"
+        if total["open_breakers"]
+        else told
+    ]
     tight = [row for row in report["budgets"] if not is_healthy(row)]
-    for row in sorted(tight, key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
-        used = "open" if row["open"] else f"{'~' if row.get('estimated') else ''}{row['used_percent']:.0f} %"
-        again = "" if row["reset_seconds"] is None else f", full in {write_age(row['reset_seconds'])}"
+    for row in sorted(tight, key=lambda row: (not row["open"], -row["used_percent"]))[
+        :_BUDGETS_SHOWN
+    ]:
+        used = (
+            "open"
+            if row["open"]
+            else f"{'~' if row.get('estimated') else ''}{row['used_percent']:.0f} %"
+        )
+        again = (
+            "" if row["reset_seconds"] is None else f", full in {write_age(row['reset_seconds'])}"
+        )
         shadow = " (shadow)" if row["mode"] == "shadow" else ""
         unit = f" {row['unit']}" if row["unit"] else ""
-        what = f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of {row['limit']:.6g}{unit} left"
+        what = (
+            f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of "
+            f"{row['limit']:.6g}{unit} left"
+        )
         line = f"{used:>6}  {what}{again}  {row['refused']} refused  {write_caller(row)}"
         lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
     # The report begins with the tight ones, so budgets left out are like its last.
@@ -97,7 +136,10 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
     healthy = len(report["budgets"]) - len(tight)
     more = len(tight) - _BUDGETS_SHOWN
     healthy, more = (healthy + left_out, more) if healthy else (0, more + left_out)
-    rest = [f"{more:,} more in /budgets" if more > 0 else "", f"{count(healthy, 'healthy budget')}" if healthy > 0 else ""]
+    rest = [
+        f"{more:,} more in /budgets" if more > 0 else "",
+        f"{count(healthy, 'healthy budget')}" if healthy > 0 else "",
+    ]
     return [*lines, *[f"        {text}" for text in rest if text]]
 
 
@@ -127,7 +169,13 @@ def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
     dollars: float = row[cost]
     if not dollars:
         return ""
-    return "<$0.01" if dollars < 0.01 else f"${dollars:.2f}" if dollars < 999.5 else f"${write_number(dollars)}"  # noqa: PLR2004  # as above
+    return (
+        "<$0.01"
+        if dollars < 0.01  # noqa: PLR2004  # as above
+        else f"${dollars:.2f}"
+        if dollars < 999.5  # noqa: PLR2004  # as above
+        else f"${write_number(dollars)}"
+    )
 
 
 def write_spent(row: Mapping[str, Any]) -> str:
@@ -137,11 +185,23 @@ def write_spent(row: Mapping[str, Any]) -> str:
 
 
 def _sum_up(report: Mapping[str, Any]) -> list[str]:
-    total, known, replicas = report["total"], report["known"], count(len(report["replicas"]), "replica")
+    total, known, replicas = (
+        report["total"],
+        report["known"],
+        count(len(report["replicas"]), "replica"),
+    )
     budgets = report.get("budgets") or {"budgets": []}
-    failing, explosions = sum(row["active"] for row in report["incidents"]), len(report.get("explosions", ()))
+    failing, explosions = (
+        sum(row["active"] for row in report["incidents"]),
+        len(report.get("explosions", ())),
+    )
     also = "".join(
-        [f", {what}" for what in list_burning(failing, explosions, budgets["total"] if budgets["budgets"] else None)]
+        [
+            f", {what}"
+            for what in list_burning(
+                failing, explosions, budgets["total"] if budgets["budgets"] else None
+            )
+        ]
     )
     if not total["conversations"] and not report["incidents"]:
         none = f"none of {count(known, 'loop')} matches" if known else "no loop in the last hour"
@@ -153,7 +213,10 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
     forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
     return [
         f"{total['looping']} of {loops} active{also}, {callers}; {replicas}",
-        f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, {refused} not forwarded",
+        (
+            f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, "
+            f"{refused} not forwarded"
+        ),
     ]
 
 
@@ -176,23 +239,37 @@ def _write_whom(row: Mapping[str, Any], _: float) -> str:
 
 
 def _write_orders(row: Mapping[str, Any], _: float) -> str:
-    return ", ".join(f"{each['kind']} by {each.get('who', 'unknown')} until {each['ends'][11:16]}" for each in row["orders"])
+    return ", ".join(
+        f"{each['kind']} by {each.get('who', 'unknown')} until {each['ends'][11:16]}"
+        for each in row["orders"]
+    )
 
 
 COLUMNS = (
     Column("what repeats", lambda row, _: _write_what(row), 25, grows=True),
     Column(
-        "per min", lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"), 10, right=True
+        "per min",
+        lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"),
+        10,
+        right=True,
     ),
     Column("since", lambda row, now: write_age(now - read_time(row["first_seen"])), 6, right=True),
     Column("now", write_now, 16),
     Column("caller", _write_whom, 19, grows=True),
     Column("spent", lambda row, _: write_spent(row), 10, 100, right=True),
-    Column("spared", lambda row, _: write_cost(row, "cost_not_sent_on_usd", "input_tokens_not_sent_on"), 10, 110, right=True),
-    Column("last", lambda row, now: write_age(now - read_time(row["last_seen"])), 6, 120, right=True),
+    Column(
+        "spared",
+        lambda row, _: write_cost(row, "cost_not_sent_on_usd", "input_tokens_not_sent_on"),
+        10,
+        110,
+        right=True,
+    ),
+    Column(
+        "last", lambda row, now: write_age(now - read_time(row["last_seen"])), 6, 120, right=True
+    ),
     Column("session", lambda row, _: row.get("session") or "", 16, 140),
     Column("cause", lambda row, _: (row.get("cause") or "").replace("_", " "), 16, 160),
     Column("policies", lambda row, _: ", ".join(row["policies"]), 30, 190),
     Column("orders", _write_orders, 60, 250),
-)  # fmt: skip
+)
 """The columns of a row, which is a conversation or a failing tool."""

@@ -69,7 +69,10 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
             raise
         raise UsageError(unknown) from None  # the missing argument may be a misspelt one
     if rest:  # argparse would point to the help of all commands
-        message = f"unrecognized arguments: {' '.join(rest)}; see '{_name_parser(options.command)} --help'"
+        message = (
+            f"unrecognized arguments: {' '.join(rest)}; see "
+            f"'{_name_parser(options.command)} --help'"
+        )
         raise UsageError(_explain_flags(parser, arguments) or message)
     return options
 
@@ -82,13 +85,23 @@ def _explain_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         for action in own._actions:  # noqa: SLF001  # argparse has no public way
             known += action.option_strings
             if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001  # as above
-                below = [(word, action.choices[word]) for word in arguments if word in action.choices][:1]
+                below = [
+                    (word, action.choices[word]) for word in arguments if word in action.choices
+                ][:1]
                 waiting += [each for _, each in below]
                 name = name or "".join([word for word, _ in below])
-    given = [each.partition("=")[0] for each in arguments if each.startswith("--") and len(each) > 2]  # noqa: PLR2004  # dashes
+    given = [
+        each.partition("=")[0]
+        for each in arguments
+        if each.startswith("--") and len(each) > 2  # noqa: PLR2004  # dashes
+    ]
     unknown = [flag for flag in given if flag not in known]
     hint = next((hint for flag in unknown if (hint := _suggest(flag, known))), "")
-    return f"unrecognized arguments: {' '.join(unknown)}{hint}; see '{_name_parser(name)} --help'" if hint else None
+    return (
+        f"unrecognized arguments: {' '.join(unknown)}{hint}; see '{_name_parser(name)} --help'"
+        if hint
+        else None
+    )
 
 
 def _name_parser(command: str | None) -> str:
@@ -102,7 +115,10 @@ def _suggest(word: str, known: Sequence[str]) -> str:
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Make a parser for the requested command, else for all of them. Some commands take long to import."""
+    """Make a parser for the requested command, else for all of them.
+
+    Some commands take long to import.
+    """
     parser = _Parser(
         prog="loopguard",
         description="Stops runaway agents at the gateway: an Envoy external processor.",

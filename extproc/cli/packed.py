@@ -93,7 +93,9 @@ class PackedLines:
         number: number of lines read.
     """
 
-    def __init__(self, name: str, raw: BufferedReader, problems: Problems, longest: int = LONGEST) -> None:
+    def __init__(
+        self, name: str, raw: BufferedReader, problems: Problems, longest: int = LONGEST
+    ) -> None:
         self.number = 0
         self.source: PackedFile = raw
         self._name, self._raw, self._problems, self._longest = name, raw, problems, longest
@@ -101,7 +103,9 @@ class PackedLines:
         if start.startswith(_GZIP):
             self.source = gzip.GzipFile(fileobj=raw)
         elif start.startswith(_ZSTD):
-            self.source = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: _WINDOW})
+            self.source = zstd.ZstdFile(
+                raw, options={zstd.DecompressionParameter.window_log_max: _WINDOW}
+            )
 
     @property
     def place(self) -> FilePlace:
@@ -127,4 +131,7 @@ class PackedLines:
                 yield line
 
     def _is_bomb(self) -> bool:
-        return self.source is not self._raw and self.source.tell() > _FREE + _MOST_PER_BYTE * self._raw.tell()
+        return (
+            self.source is not self._raw
+            and self.source.tell() > _FREE + _MOST_PER_BYTE * self._raw.tell()
+        )

@@ -89,7 +89,10 @@ class Result(NamedTuple):
 
 
 def list_requests(path: str, mark: str, big: int) -> Iterator[ProbeRequest]:
-    """The requests for a path. `mark` makes each body unique, so that no probe is a loop; `big` is in bytes."""
+    """The requests for a path.
+
+    `mark` makes each body unique, so that no probe is a loop; `big` is in bytes.
+    """
 
     def write(name: str, size: int = 0) -> bytes:
         message = {"role": "user", "content": f"loopguard probe {mark} {name} {'x' * size}"}
@@ -99,9 +102,13 @@ def list_requests(path: str, mark: str, big: int) -> Iterator[ProbeRequest]:
     for http2, name in ((False, "HTTP/1.1"), (True, "HTTP/2")):
         yield ProbeRequest(name, path, write(name), http2=http2)
         yield ProbeRequest(f"{name}, large body", path, write(f"{name} large", big), http2=http2)
-        yield ProbeRequest(f"{name}, gzip body", path, gzip.compress(write(f"{name} gzip")), zipped, http2=http2)
+        yield ProbeRequest(
+            f"{name}, gzip body", path, gzip.compress(write(f"{name} gzip")), zipped, http2=http2
+        )
     yield ProbeRequest("HTTP/1.1, chunked", path, write("chunked"), chunked=True)
-    yield ProbeRequest("HTTP/1.1, large body, chunked", path, write("large chunked", big), chunked=True)
+    yield ProbeRequest(
+        "HTTP/1.1, large body, chunked", path, write("large chunked", big), chunked=True
+    )
     for name, spelling in _spell(path).items():
         yield ProbeRequest(name, spelling, write(name), alias=True)
     yield ProbeRequest("WebSocket upgrade", path, headers=_UPGRADE, method="GET")
@@ -125,15 +132,25 @@ def list_names() -> list[str]:
     return [request.name for request in list_requests("/", "", 0)]
 
 
-def send(url: SplitResult, request: ProbeRequest, headers: Sequence[tuple[str, str]]) -> ProbeAnswer:
+def send(
+    url: SplitResult, request: ProbeRequest, headers: Sequence[tuple[str, str]]
+) -> ProbeAnswer:
     """Send a request on its own connection and wait for the response headers."""
     content = iter([request.body]) if request.chunked else request.body
-    target = {"target": request.path.encode("utf-8", "surrogateescape")}  # httpx would remove dot segments
+    target = {
+        "target": request.path.encode("utf-8", "surrogateescape")
+    }  # httpx would remove dot segments
     try:
-        with httpx.Client(http1=not request.http2, http2=request.http2, timeout=_SECONDS, trust_env=False) as client:
+        with httpx.Client(
+            http1=not request.http2, http2=request.http2, timeout=_SECONDS, trust_env=False
+        ) as client:
             given = [*headers, *request.headers]
             built = client.build_request(
-                request.method, url._replace(path="/", query="").geturl(), headers=given, content=content, extensions=target
+                request.method,
+                url._replace(path="/", query="").geturl(),
+                headers=given,
+                content=content,
+                extensions=target,
             )
             answer = client.send(built, stream=True)
             answer.close()
@@ -149,7 +166,9 @@ def list_paths(policies: PolicySet | None, report: CheckReport | None) -> list[s
     found: list[str] = []
     for policy in policies.list_acting() if policies is not None else ():
         selector = policy.spec.selector
-        found += [path for path in (selector.pathExact, *selector.list_prefixes()) if path is not None]
+        found += [
+            path for path in (selector.pathExact, *selector.list_prefixes()) if path is not None
+        ]
         found += [SAMPLES[api][0] for api in selector.list_apis() if selector.spans_apis()]
     for route in report.routes if report is not None else ():
         found += [route.route.pattern.find_example()] if route.modes else []
@@ -157,7 +176,11 @@ def list_paths(policies: PolicySet | None, report: CheckReport | None) -> list[s
 
 
 def probe(
-    urls: Sequence[str], paths: Sequence[str], clients: Sequence[AdminClient], headers: Sequence[tuple[str, str]], big: int
+    urls: Sequence[str],
+    paths: Sequence[str],
+    clients: Sequence[AdminClient],
+    headers: Sequence[tuple[str, str]],
+    big: int,
 ) -> list[Result]:
     """Send every request to every listener, then ask all Loopguards about them; raises LoopguardError."""
     name = secrets.token_hex(16)
@@ -177,7 +200,9 @@ def probe(
         noted = _ask(clients, name)
     plain = {(text, path): answer for text, path, _, answer, _ in reversed(sent)}
     return [
-        Result(text, path, request, answer, *judge(request, answer, noted.get(mark), plain[text, path]))
+        Result(
+            text, path, request, answer, *judge(request, answer, noted.get(mark), plain[text, path])
+        )
         for text, path, request, answer, mark in sent
     ]
 
@@ -185,7 +210,13 @@ def probe(
 def _parse_url(text: str) -> SplitResult:
     try:
         url = urlsplit(text)
-        fits = url.scheme in ("http", "https") and url.hostname and url.port != 0 and text.isprintable() and " " not in text
+        fits = (
+            url.scheme in ("http", "https")
+            and url.hostname
+            and url.port != 0
+            and text.isprintable()
+            and " " not in text
+        )
     except ValueError:
         fits = False
     if not fits:
@@ -194,29 +225,45 @@ def _parse_url(text: str) -> SplitResult:
 
 
 def _ask(clients: Sequence[AdminClient], name: str) -> dict[str, Mapping[str, Any]]:
-    return {mark: noted for client in clients for mark, noted in client.ask(f"/probes/{name}")["requests"].items()}
+    return {
+        mark: noted
+        for client in clients
+        for mark, noted in client.ask(f"/probes/{name}")["requests"].items()
+    }
 
 
-def judge(request: ProbeRequest, answer: ProbeAnswer, noted: Mapping[str, Any] | None, plain: ProbeAnswer) -> tuple[str, str]:
+def judge(
+    request: ProbeRequest, answer: ProbeAnswer, noted: Mapping[str, Any] | None, plain: ProbeAnswer
+) -> tuple[str, str]:
     """Judge a request; returns the verdict and the reason.
 
     Args:
         request: what was sent.
         answer: the answer to it.
-        noted: Loopguard's account of it: `matched`, `counted` and `left_out` policies; None if it did not see the request.
+        noted: Loopguard's account of it: `matched`, `counted` and `left_out` policies; None if it
+            did not see the request.
         plain: the answer to the first request for the same path.
     """
-    matched, counted, left_out = [(noted or _NOTHING)[key] for key in ("matched", "counted", "left_out")]
+    matched, counted, left_out = [
+        (noted or _NOTHING)[key] for key in ("matched", "counted", "left_out")
+    ]
     told = ", ".join(f"{policy}: {reason}" for policy, reason in left_out.items())
     if counted:
         return GUARDED, f"counted by {', '.join(counted)}{f'; not by {told}' if told else ''}"
     if left_out and BY_DESIGN.keys() >= set(left_out.values()):
         return GUARDED, f"left out on purpose ({told})"
     if not (answer.reached or 0 < answer.status < _REDIRECTED):
-        what = f"redirected ({answer.status})" if answer.status < _REFUSED else f"the gateway answers {answer.status}"
+        what = (
+            f"redirected ({answer.status})"
+            if answer.status < _REFUSED
+            else f"the gateway answers {answer.status}"
+        )
         return STOPPED, what if answer.status else answer.error
     if matched:
-        return UNGUARDED, f"matches {', '.join(matched)}, but is not counted{f' ({told})' if told else ''}"
+        return (
+            UNGUARDED,
+            f"matches {', '.join(matched)}, but is not counted{f' ({told})' if told else ''}",
+        )
     if request.alias and answer.status in _NO_SUCH_PATH and answer.status != plain.status:
         return UNKNOWN, f"the upstream answers {answer.status}"
     return UNGUARDED, "Loopguard is not asked" if noted is None else "no policy matches"
@@ -238,9 +285,18 @@ def print_results(results: Sequence[Result], console: Console) -> None:
         for result in own:
             style = {GUARDED: "green", UNGUARDED: "bold red"}.get(result.verdict, "")
             name, status = Text(result.request.name), str(result.answer.status or "-")
-            table.add_row(name, status, Text(result.verdict, style), Text(escape_controls(result.why)))
+            table.add_row(
+                name, status, Text(result.verdict, style), Text(escape_controls(result.why))
+            )
         console.print(table)
         if not any(result.verdict == GUARDED for result in own):
-            console.print("  Loopguard has decided none of these: check the path, and credentials (-H)")
+            console.print(
+                "  Loopguard has decided none of these: check the path, and credentials (-H)"
+            )
     found = [result.verdict for result in results]
-    console.print(", ".join(f"{verdict}: {found.count(verdict)}" for verdict in (GUARDED, STOPPED, UNKNOWN, UNGUARDED)))
+    console.print(
+        ", ".join(
+            f"{verdict}: {found.count(verdict)}"
+            for verdict in (GUARDED, STOPPED, UNKNOWN, UNGUARDED)
+        )
+    )

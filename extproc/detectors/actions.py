@@ -23,16 +23,65 @@ MAX_NAME: Final = 256
 """Longer names of tools and commands are cut to this many characters."""
 
 _ACTION_KEYS: Final = (
-    "action", "actions", "command", "commands", "tool", "tools", "tool_name", "tool_call", "tool_calls", "function",
-    "function_call", "next_action", "code", "cmd", "operation",
-)  # fmt: skip  # one list
-_ARGUMENT_KEYS: Final = frozenset(
-    {"action_input", "args", "arguments", "input", "kwargs", "parameters", "params", "tool_args", "tool_input"}
+    "action",
+    "actions",
+    "command",
+    "commands",
+    "tool",
+    "tools",
+    "tool_name",
+    "tool_call",
+    "tool_calls",
+    "function",
+    "function_call",
+    "next_action",
+    "code",
+    "cmd",
+    "operation",
 )
-_NAME_KEYS: Final = ("name", "tool", "tool_name", "function", "action", "command", "cmd", "keystrokes", "code", "type")
+_ARGUMENT_KEYS: Final = frozenset(
+    {
+        "action_input",
+        "args",
+        "arguments",
+        "input",
+        "kwargs",
+        "parameters",
+        "params",
+        "tool_args",
+        "tool_input",
+    }
+)
+_NAME_KEYS: Final = (
+    "name",
+    "tool",
+    "tool_name",
+    "function",
+    "action",
+    "command",
+    "cmd",
+    "keystrokes",
+    "code",
+    "type",
+)
 
-_THOUGHT_TAGS: Final = ("think", "thinking", "thought", "thoughts", "reasoning", "reflection", "rationale", "analysis", "plan",
-                 "explanation", "discussion", "scratchpad", "memory", "observation")  # fmt: skip  # one list
+_THOUGHT_TAGS: Final = (
+    "think",
+    "thinking",
+    "thought",
+    "thoughts",
+    "reasoning",
+    "reflection",
+    "rationale",
+    "analysis",
+    "plan",
+    # One list
+    "explanation",
+    "discussion",
+    "scratchpad",
+    "memory",
+    "observation",
+)
 
 _MAX_MARKED: Final = 65_536
 """Maximum length of a text to search for an action, in characters; a longer one is compared as a
@@ -46,9 +95,15 @@ _MAX_FENCES: Final = 1_000
 _MAX_TAGS: Final = 1_000
 
 _TAG: Final = re.compile(r"<([A-Za-z_][\w.:-]*)(?:[=\s][^<>]*)?>")
-_NAMED_IN_TAG: Final = re.compile(r"<(?:[\w.-]+:)?(?:invoke|function|tool|action)(?:\s[^<>]*?name)?=[\"']?([\w.:-]+)")
-_REACT: Final = re.compile(r"^[ \t>*#-]*(?:action|act)(?: *[0-9]+)?[* ]*:[* \t]*", re.IGNORECASE | re.MULTILINE)
-_REACT_END: Final = re.compile(r"^[ \t>*#-]*(?:observation|thought|think)(?: *[0-9]+)?[* ]*:", re.IGNORECASE | re.MULTILINE)
+_NAMED_IN_TAG: Final = re.compile(
+    r"<(?:[\w.-]+:)?(?:invoke|function|tool|action)(?:\s[^<>]*?name)?=[\"']?([\w.:-]+)"
+)
+_REACT: Final = re.compile(
+    r"^[ \t>*#-]*(?:action|act)(?: *[0-9]+)?[* ]*:[* \t]*", re.IGNORECASE | re.MULTILINE
+)
+_REACT_END: Final = re.compile(
+    r"^[ \t>*#-]*(?:observation|thought|think)(?: *[0-9]+)?[* ]*:", re.IGNORECASE | re.MULTILINE
+)
 _WORD: Final = re.compile(r"[^\s\[\](){}<>\"'`:;,=|]+")
 
 _WRITTEN_CALLS: Final = "Calling tools:\n[{"
@@ -79,7 +134,9 @@ class AssistantAction:
         size: length of the action, in bytes.
     """
 
-    def __init__(self, names: tuple[str, ...], spelled: bytes, places: dict[str, int], size: int = 0) -> None:
+    def __init__(
+        self, names: tuple[str, ...], spelled: bytes, places: dict[str, int], size: int = 0
+    ) -> None:
         self.names = names
         self.spelled = spelled
         self.places = places
@@ -99,7 +156,9 @@ def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
     calls = [part for part in parts if part.kind == CALL]
     if calls:
         return _read_calls(calls, ignored)
-    others = [write_canonical(open_value(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
+    others = [
+        write_canonical(open_value(part.value)) for part in parts if part.kind not in {TEXT, CALL}
+    ]
     name, spelled = read_text_action("\n".join(list_texts(parts)), ignored)
     size = len(spelled) - spelled.find(_SEPARATOR) - 1  # without the prefix for the kind of action
     return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, size)
@@ -123,9 +182,16 @@ def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
         return AssistantAction((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, len(one))
     spelled = [spell_call(call, ignored) for call in calls]
     unique = {call: place for place, call in enumerate(sorted(set(spelled)))}
-    ranked = sorted([(is_for_thinking(call.name), one, call.name[:MAX_NAME]) for one, call in zip(spelled, calls, strict=True)])
+    ranked = sorted(
+        [
+            (is_for_thinking(call.name), one, call.name[:MAX_NAME])
+            for one, call in zip(spelled, calls, strict=True)
+        ]
+    )
     names = dict.fromkeys([name for _, _, name in ranked])
-    places = {call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)}
+    places = {
+        call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)
+    }
     joined = _SEPARATOR.join(unique)
     return AssistantAction(tuple(names), joined, places, len(joined))
 
@@ -154,8 +220,14 @@ def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
     if text.startswith("{") and text.endswith("}"):
         value = _whole_json(text)
         if value is not None:
-            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
-    return _read_written_calls(text) or _read_marked(text, ignored) or ("", _TEXT + _SEPARATOR + fold(text))
+            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(
+                _action_in(value, ignored)
+            )
+    return (
+        _read_written_calls(text)
+        or _read_marked(text, ignored)
+        or ("", _TEXT + _SEPARATOR + fold(text))
+    )
 
 
 def _read_written_calls(text: str) -> tuple[str, bytes] | None:
@@ -173,7 +245,9 @@ def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None
     fence = _last_fence(text) if _FENCE in text else None
     tags = _tags(text) if "</" in text or "<" in text else []
     if fence is not None and not any(start < fence[0] and fence[1] < end for _, start, end in tags):
-        language = text[max(0, fence[0] - MAX_NAME) : fence[0]].rpartition(_FENCE)[2].strip().lower()
+        language = (
+            text[max(0, fence[0] - MAX_NAME) : fence[0]].rpartition(_FENCE)[2].strip().lower()
+        )
         return _read_code(text[fence[0] : fence[1]], language, ignored)
     if fence is None and "{" in text and '"' in text:
         found = _read_objects(text, ignored)
@@ -191,7 +265,9 @@ def _read_code(code: str, language: str, ignored: frozenset[str]) -> tuple[str, 
     if code.startswith("{") and code.endswith("}"):
         value = _whole_json(code)
         if value is not None:
-            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
+            return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(
+                _action_in(value, ignored)
+            )
     spelled = tidy_command(code) if language in _COMMENTED else code
     return _first_word(code), _CODE + _SEPARATOR + spelled.encode()
 
@@ -273,7 +349,9 @@ def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | Non
 
 def _acts(value: dict[str, Json]) -> bool:
     """Whether an object names an action or a tool."""
-    return any(key in value for key in _ACTION_KEYS) or ("name" in value and not _ARGUMENT_KEYS.isdisjoint(value))
+    return any(key in value for key in _ACTION_KEYS) or (
+        "name" in value and not _ARGUMENT_KEYS.isdisjoint(value)
+    )
 
 
 def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
@@ -285,7 +363,9 @@ def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
     acting = {key for key in _ACTION_KEYS if isinstance(value.get(key), dict | list)}
     if acting:
         return {key: item for key, item in value.items() if key in acting or key in _ARGUMENT_KEYS}
-    left: dict[str, Json] = {key: item for key, item in value.items() if key not in ignored} or value
+    left: dict[str, Json] = {
+        key: item for key, item in value.items() if key not in ignored
+    } or value
     for key in left.keys() & _ARGUMENT_KEYS:
         given = left[key]
         if isinstance(given, dict):
@@ -300,8 +380,14 @@ def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:
         if isinstance(found, list):
             found = found[0] if found else ""
         elif isinstance(found, dict):
-            named = next((found[key] for key in _NAME_KEYS if isinstance(found.get(key), str | dict)), None)
-            found = named if named is not None else next((key for key in found if key not in ignored), "")
+            named = next(
+                (found[key] for key in _NAME_KEYS if isinstance(found.get(key), str | dict)), None
+            )
+            found = (
+                named
+                if named is not None
+                else next((key for key in found if key not in ignored), "")
+            )
         else:
             break
     return _first_word(found) if isinstance(found, str) else ""
@@ -341,7 +427,9 @@ def _read_tags(text: str, tags: list[tuple[str, int, int]]) -> tuple[str, bytes]
     _, start, end = tags[0]
     named = _NAMED_IN_TAG.search(text, start, min(end, start + 4 * MAX_NAME))
     name = named.group(1) if named is not None else tags[0][0]
-    return name[:MAX_NAME], _TAGS + _SEPARATOR + "\n".join([text[start:end] for _, start, end in tags]).encode()
+    return name[:MAX_NAME], _TAGS + _SEPARATOR + "\n".join(
+        [text[start:end] for _, start, end in tags]
+    ).encode()
 
 
 def _react_line(text: str) -> re.Match[str] | None:

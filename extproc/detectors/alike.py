@@ -15,11 +15,10 @@ _LONG: Final = 16_384
 """Texts of at least this length, in bytes, are not split into words."""
 
 _ASCII_SPACE: Final = bytes(range(9, 14)) + bytes(range(28, 32))
-_OTHER_SPACES: Final = (
-    "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
-)
+_OTHER_SPACES: Final = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
 _FOLDED: Final = bytes.maketrans(
-    _ASCII_SPACE + bytes(range(ord("A"), ord("Z") + 1)), b" " * len(_ASCII_SPACE) + bytes(range(ord("a"), ord("z") + 1))
+    _ASCII_SPACE + bytes(range(ord("A"), ord("Z") + 1)),
+    b" " * len(_ASCII_SPACE) + bytes(range(ord("a"), ord("z") + 1)),
 )
 
 _NUMBERS_WITHIN: Final = 3_000
@@ -30,10 +29,27 @@ _OPENING: Final = 96
 
 _DIGITS: Final = b"0123456789"
 
-_LABELS: Final = ("attempt", "iteration", "job", "line", "request", "retry", "round", "run", "step", "task", "test", "try")
+_LABELS: Final = (
+    "attempt",
+    "iteration",
+    "job",
+    "line",
+    "request",
+    "retry",
+    "round",
+    "run",
+    "step",
+    "task",
+    "test",
+    "try",
+)
 _BEHIND_LABEL: Final = "|".join([rf"(?<={label}\ .)" for label in _LABELS])
 _BEHIND_WORD: Final = "".join(
-    [rf"(?<!{word}{sign}.)" for word in ("ailures", "ailed", "rrors", "assed") for sign in (r":\ ", ":", "=", r'":\ ', '":')]
+    [
+        rf"(?<!{word}{sign}.)"
+        for word in ("ailures", "ailed", "rrors", "assed")
+        for sign in (r":\ ", ":", "=", r'":\ ', '":')
+    ]
 )
 _WORDS: Final = "(?:error|fail|pass|problem|issue|warning|violation)"
 
@@ -86,7 +102,9 @@ def leave_out_numbers(text: str) -> str:
     start, rest = text[:_NUMBERS_WITHIN], text[_NUMBERS_WITHIN:]
     lines: list[str] = []
     for line, shape in zip(start.split("\n"), write_shapes(start).split("\n"), strict=True):
-        take = DIGIT in shape and (len(shape) > LONGEST_SHAPE or not line.isascii() or _STAYS.find(shape))
+        take = DIGIT in shape and (
+            len(shape) > LONGEST_SHAPE or not line.isascii() or _STAYS.find(shape)
+        )
         if take is True:
             lines.append(_NUMBERS.sub("", line))
         else:

@@ -73,8 +73,34 @@ _ASIDES = _PURPOSES | _ATTEMPTS | _NAMES | _TIMES
 
 _RECORDING = frozenset(
     {
-        *("add", "append", "book", "comment", "create", "edit", "insert", "log", "make", "new", "post", "put", "record"),
-        *("register", "report", "save", "schedule", "send", "set", "store", "submit", "transfer", "update", "write"),
+        *(
+            "add",
+            "append",
+            "book",
+            "comment",
+            "create",
+            "edit",
+            "insert",
+            "log",
+            "make",
+            "new",
+            "post",
+            "put",
+            "record",
+        ),
+        *(
+            "register",
+            "report",
+            "save",
+            "schedule",
+            "send",
+            "set",
+            "store",
+            "submit",
+            "transfer",
+            "update",
+            "write",
+        ),
     }
 )
 _LOOKING = frozenset({"fetch", "find", "get", "list", "read", "search", "show", "view"})
@@ -89,11 +115,15 @@ _PLAIN_QUERY = re.compile(r"[\w\s,.?!+-]+")
 _LONGEST_COMMENTED: Final = 16_384
 # A comment starts where a word could, unless it is quoted or escaped.
 _COMMENTS = re.compile(r"""("(?:[^"\\]|\\.)*+"|'[^']*+'|\\.)|(?<![^\s;])\#[^\n]*+""", re.DOTALL)
-_EXACT_MINUTE = re.compile(r"(?:[0-9/.-]{8,10}[T ])?[0-9]{2}:[0-9]{2}(?::00(?:[.,]0+)?)?(?:Z|[+-][0-9:]+)?|[0-9/. -]+")
+_EXACT_MINUTE = re.compile(
+    r"(?:[0-9/.-]{8,10}[T ])?[0-9]{2}:[0-9]{2}(?::00(?:[.,]0+)?)?(?:Z|[+-][0-9:]+)?|[0-9/. -]+"
+)
 _MINUTE: Final = 60
 
 
-def reduce_arguments(value: Mapping[str, Json], tool: str, ignored: frozenset[str]) -> Mapping[str, Json]:
+def reduce_arguments(
+    value: Mapping[str, Json], tool: str, ignored: frozenset[str]
+) -> Mapping[str, Json]:
     """The compared arguments of a call, in the form in which they are compared.
 
     Args:
@@ -115,7 +145,8 @@ def reduce_arguments(value: Mapping[str, Json], tool: str, ignored: frozenset[st
 def is_for_thinking(tool: str) -> bool:
     """Whether a tool, by its name, only takes thoughts, notes, plans or to-do lists.
 
-    >>> [is_for_thinking(tool) for tool in ("TodoWrite", "mcp__mind__sequentialthinking", "create_note", "list_notes")]
+    >>> [is_for_thinking(tool) for tool in ("TodoWrite", "mcp__mind__sequentialthinking",
+        "create_note", "list_notes")]
     [True, True, False, False]
     """
     own = tool[-_LONGEST_NAME:].rpartition("__")[2]
@@ -131,11 +162,15 @@ def tidy_command(text: str) -> str:
         tidy = _COMMENTS.sub(lambda found: found.group(1) or "", text)
         text = tidy.strip() or text
     if " \n" in text or "\t\n" in text or "\n\n" in text:
-        text = "\n".join([line.rstrip() for line in text.split("\n") if line and not line.isspace()])
+        text = "\n".join(
+            [line.rstrip() for line in text.split("\n") if line and not line.isspace()]
+        )
     return text
 
 
-def _without_thoughts(value: Mapping[str, Json], name: str, ignored: frozenset[str]) -> Mapping[str, Json]:
+def _without_thoughts(
+    value: Mapping[str, Json], name: str, ignored: frozenset[str]
+) -> Mapping[str, Json]:
     left = {key: item for key, item in value.items() if key not in ignored}
     if not left:
         lower = name.lower()
@@ -155,7 +190,9 @@ def _is_shell(command: Json) -> bool:
 
     A single word, such as `create`, may determine the meaning of other arguments.
     """
-    return isinstance(command, list) or (isinstance(command, str) and len(command.split(maxsplit=1)) > 1)
+    return isinstance(command, list) or (
+        isinstance(command, str) and len(command.split(maxsplit=1)) > 1
+    )
 
 
 def _tidy_command(value: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -165,17 +202,28 @@ def _tidy_command(value: Mapping[str, Json]) -> Mapping[str, Json]:
         if isinstance(command, str):
             tidied[key] = tidy_command(command)
         elif isinstance(command, list):
-            tidied[key] = [tidy_command(part) if isinstance(part, str) and " " in part else part for part in command]
+            tidied[key] = [
+                tidy_command(part) if isinstance(part, str) and " " in part else part
+                for part in command
+            ]
     return tidied
 
 
 def _without_asides(value: Mapping[str, Json], words: frozenset[str]) -> Mapping[str, Json]:
     """Remove a call's purpose, counters and clocks, if enough remains to describe the call."""
     records = not words.isdisjoint(_RECORDING) and words.isdisjoint(_LOOKING)
-    left = {key: item for key, item in value.items() if key not in _ATTEMPTS and (records or key not in _PURPOSES)}
+    left = {
+        key: item
+        for key, item in value.items()
+        if key not in _ATTEMPTS and (records or key not in _PURPOSES)
+    }
     if not left:
         return value
-    about = {key: item for key, item in left.items() if not _is_of_the_call(key, item, words, records=records)}
+    about = {
+        key: item
+        for key, item in left.items()
+        if not _is_of_the_call(key, item, words, records=records)
+    }
     return about if any(isinstance(item, str | list | dict) for item in about.values()) else left
 
 
@@ -200,7 +248,11 @@ def _split_name(tool: str) -> frozenset[str]:
 
 def _sort_words(query: Json) -> Json:
     """The sorted words of a search query; a query with operators or quoted phrases stays unchanged."""
-    if not isinstance(query, str) or len(query) > _LONGEST_QUERY or _PLAIN_QUERY.fullmatch(query) is None:
+    if (
+        not isinstance(query, str)
+        or len(query) > _LONGEST_QUERY
+        or _PLAIN_QUERY.fullmatch(query) is None
+    ):
         return query
     words: list[Json] = [*sorted(query.lower().split())]
     return words

@@ -67,7 +67,8 @@ class Similarity:
     def __init__(self, keys: SimilarityKeys) -> None:
         """Compile the keys of an enabled entry."""
 
-    def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002  # subclasses read them
+    # Subclasses read them
+    def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002
         """What a request's headers claim about its body, for `contradicts`; None for nothing.
 
         Raises:
@@ -75,11 +76,13 @@ class Similarity:
         """
         return None
 
-    def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002  # subclasses read them
+    # Subclasses read them
+    def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002
         """Whether a body contradicts the headers."""
         return False
 
-    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # subclasses read it
+    # Subclasses read it
+    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002
         """Read a body.
 
         Returns:
@@ -127,11 +130,13 @@ class Similarity:
         """See `Subject`."""
         return ()
 
-    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # subclasses have formats
+    # Subclasses have formats
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002
         """See `Subject`."""
         return None
 
-    def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002  # subclasses read it
+    # Subclasses read it
+    def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002
         """The failure that a loop repeats, to recognize the same incident in other sessions; None if no tool is to blame."""
         return None
 
@@ -152,7 +157,8 @@ class Similarity:
         return (
             f"Loop detected: {self.advise(outcome, method, path).what} and was refused. "
             "If sent again, it will be refused again. "
-            "Do not retry it unchanged: change the approach or the input, or stop and report the result you have so far."
+            "Do not retry it unchanged: change the approach or the input, or stop and report the "
+            "result you have so far."
         )
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
@@ -160,7 +166,11 @@ class Similarity:
         repeated = self.name_repeated(f"({quote(method)} {quote(path, _SHOWN)})")
         often, when = count_repeats(outcome)
         what = f"{repeated} has been sent {often} {when}"
-        return Advice(what, "", "Change the approach or the input, or stop and report the result you have so far.")
+        return Advice(
+            what,
+            "",
+            "Change the approach or the input, or stop and report the result you have so far.",
+        )
 
     def name_repeated(self, place: str) -> str:
         """What was repeated, as the subject of a sentence; `place` is method and path in brackets."""
@@ -198,7 +208,11 @@ class HistorySimilarity(Similarity):
         if repeat is None:
             return super().advise(outcome, method, path)
         what, again, instead = self.explain(repeat)
-        return Advice(what, repeat.reason.strip(), f"{again[:1].upper()}{again[1:]} will not bring anything new{instead}")
+        return Advice(
+            what,
+            repeat.reason.strip(),
+            f"{again[:1].upper()}{again[1:]} will not bring anything new{instead}",
+        )
 
 
 def count_repeats(outcome: Outcome) -> tuple[str, str]:

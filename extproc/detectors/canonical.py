@@ -31,7 +31,9 @@ class Canonical(Similarity):
         if not len(document):
             return ["no body"]
         compared, _ = self.compare(document)
-        return [compared.decode() if compared is not None else "the body byte for byte: it is not JSON"]
+        return [
+            compared.decode() if compared is not None else "the body byte for byte: it is not JSON"
+        ]
 
     def name_repeated(self, place: str) -> str:
         """See `Similarity`."""

@@ -25,7 +25,15 @@ from extproc.detectors.failures import SAID_WITHIN, TRANSIENT, find_complaint
 from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
 from extproc.detectors.schemas import MISSING, UNKNOWN, Fault, find_fault, join_path
 from extproc.detectors.turn import FAILURE_MARK, Turn, read_turns
-from extproc.request.document import ABSENT, INSPECTION, STEP, Document, Json, NotCounted, decode_json
+from extproc.request.document import (
+    ABSENT,
+    INSPECTION,
+    STEP,
+    Document,
+    Json,
+    NotCounted,
+    decode_json,
+)
 from extproc.request.quoting import MAX_QUOTED, quote
 
 MISSING_ARGUMENT: Final = "missing_argument"
@@ -127,12 +135,25 @@ def _quote_failure(turn: Turn, repeat: Repeat) -> Cause:
     said = _quote_line(turn.result, failed=True)
     if turn.failure == TRANSIENT:
         if "timed out" in said.lower() or "timeout" in said.lower():
-            return Cause(OUTAGE, f"It timed out: {said}.", "Ask for less at once, allow it more time, or finish without it.")
+            return Cause(
+                OUTAGE,
+                f"It timed out: {said}.",
+                "Ask for less at once, allow it more time, or finish without it.",
+            )
         quoted = f": {said}" if said else ""
-        return Cause(OUTAGE, f"The failure may be temporary{quoted}.", "Wait before you try again, or finish without it.")
+        return Cause(
+            OUTAGE,
+            f"The failure may be temporary{quoted}.",
+            "Wait before you try again, or finish without it.",
+        )
     if not said:
         return Cause(SAME_ERROR, "It failed.")
-    return Cause(SAME_ERROR, f"The error was {said} each time." if repeat.rule in _EQUAL else f"The last error was {said}.")
+    return Cause(
+        SAME_ERROR,
+        f"The error was {said} each time."
+        if repeat.rule in _EQUAL
+        else f"The last error was {said}.",
+    )
 
 
 def _explain_cycle(conversation: Conversation, steps: list[Turn], repeat: Repeat) -> Cause | None:
@@ -140,7 +161,10 @@ def _explain_cycle(conversation: Conversation, steps: list[Turn], repeat: Repeat
     for turn in steps:
         if turn.failed:
             said = _quote_line(turn.result, failed=True)
-            failed = f"In each round, {_list_names(turn.names) or 'a step'} failed{f': {said}' if said else ''}."
+            failed = (
+                f"In each round, {_list_names(turn.names) or 'a step'} "
+                f"failed{f': {said}' if said else ''}."
+            )
             return _blame_call(conversation, turn, repeat) or Cause(SAME_ERROR, failed)
     named = [_name_step(turn) for turn in steps[:_MOST_STEPS]]
     if not all(named):
@@ -155,7 +179,11 @@ def _name_step(turn: Turn) -> str:
     if len(calls) != 1:
         return _list_names(turn.names)
     arguments = read_arguments(calls[0].value)
-    texts = [text for text in arguments.values() if isinstance(text, str)] if isinstance(arguments, dict) else []
+    texts = (
+        [text for text in arguments.values() if isinstance(text, str)]
+        if isinstance(arguments, dict)
+        else []
+    )
     return quote(calls[0].name) + (f" ({quote(texts[0])})" if texts else "")
 
 
@@ -170,14 +198,20 @@ def _quote_line(result: str, *, failed: bool) -> str:
         place = text.lower().find(said)
         said = text[place : place + len(said)] if place >= 0 else said
     else:
-        said = next((line for line in (lines[::-1] if traced else lines) if _is_worth_quoting(line)), "")
+        said = next(
+            (line for line in (lines[::-1] if traced else lines) if _is_worth_quoting(line)), ""
+        )
     if said.endswith(":") and said in lines:  # a heading
         said = " ".join([said, *[line for line in lines[lines.index(said) + 1 :] if line][:1]])
     plain = said[: 2 * _LONGEST_QUOTE].replace(_OPEN, " ").replace(_CLOSE, " ")
     if not plain.isprintable():
         plain = "".join([letter if letter.isprintable() else " " for letter in plain])
     plain = plain.strip(_AROUND)
-    return f"{_OPEN}{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}{_CLOSE}" if plain else ""
+    return (
+        f"{_OPEN}{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}{_CLOSE}"
+        if plain
+        else ""
+    )
 
 
 def _is_worth_quoting(line: str) -> bool:
@@ -196,7 +230,9 @@ def _list_names(names: Sequence[str], word: str = "and") -> str:
 
 def _join(items: Sequence[str], word: str) -> str:
     """Items as in a sentence: `a`, `a or b`, `a, b or c`."""
-    return f" {word} ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)
+    return (
+        f" {word} ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)
+    )
 
 
 # --- calls that no tool accepts
@@ -212,7 +248,9 @@ def _blame_call(conversation: Conversation, turn: Turn, repeat: Repeat) -> Cause
             continue
         name = TOOL_WORDS.called.get(part.name, part.name)
         if name in tools:
-            found = _blame_arguments(name, _open_schema(tools[name].schema), read_arguments(part.value), repeat)
+            found = _blame_arguments(
+                name, _open_schema(tools[name].schema), read_arguments(part.value), repeat
+            )
         else:
             found = _name_similar(name, list(tools)) if OTHERS not in tools else None
         if found is not None:
@@ -225,7 +263,11 @@ def _name_similar(name: str, known: list[str]) -> Cause:
     if near:
         hint = f"Did you mean {_list_names(near, 'or')}?"
     else:
-        hint = f"The tools are {_list_names(known)}." if len(known) > 1 else f"The only tool is {_list_names(known)}."
+        hint = (
+            f"The tools are {_list_names(known)}."
+            if len(known) > 1
+            else f"The only tool is {_list_names(known)}."
+        )
     return Cause(UNKNOWN_TOOL, f"There is no tool named {quote(name)}. {hint}")
 
 
@@ -234,7 +276,9 @@ def _list_similar(name: str, known: list[str]) -> list[str]:
     plain = _strip(name)
     pairs = {plain[place : place + 2] for place in range(len(plain) - 1)}
     compared = known[: min(_MOST_COMPARED, _MOST_PAIRS // max(len(pairs), 1))]
-    near = sorted([(_measure(pairs, _strip(each)), each) for each in compared], reverse=True)[:_MOST_NAMED]
+    near = sorted([(_measure(pairs, _strip(each)), each) for each in compared], reverse=True)[
+        :_MOST_NAMED
+    ]
     return [each for share, each in near if share >= _NEAR]
 
 
@@ -250,12 +294,16 @@ def _measure(pairs: set[str], other: str) -> float:
     return 2 * sum([pair in other for pair in pairs]) / max(len(pairs) + len(other) - 1, 1)
 
 
-def _blame_arguments(tool: str, schema: dict[str, Json], given: Json, repeat: Repeat) -> Cause | None:
+def _blame_arguments(
+    tool: str, schema: dict[str, Json], given: Json, repeat: Repeat
+) -> Cause | None:
     """What is wrong with the arguments of a call, according to the tool's schema."""
     if schema and not isinstance(given, dict):
         cut = isinstance(given, str) and given.startswith("{") and not given.endswith("}")
         wrong = "are cut off, so they are not valid JSON" if cut else "are not a JSON object"
-        return Cause(WRONG_ARGUMENT, f"The arguments of {quote(tool)} {wrong}.", _IN_PARTS if cut else "")
+        return Cause(
+            WRONG_ARGUMENT, f"The arguments of {quote(tool)} {wrong}.", _IN_PARTS if cut else ""
+        )
     fault = find_fault(schema, given)
     if fault is None:
         return None
@@ -263,7 +311,11 @@ def _blame_arguments(tool: str, schema: dict[str, Json], given: Json, repeat: Re
         return _name_missing(tool, fault, repeat)
     if fault.kind == UNKNOWN:
         return _name_unknown(tool, fault)
-    place = f"In calls of {quote(tool)}, {_quote_path(fault.path)}" if fault.path else f"The arguments of {quote(tool)}"
+    place = (
+        f"In calls of {quote(tool)}, {_quote_path(fault.path)}"
+        if fault.path
+        else f"The arguments of {quote(tool)}"
+    )
     wanted = _join(list(fault.wanted), "or") or _list_names(fault.values, "or")
     return Cause(WRONG_ARGUMENT, f"{place} must be {wanted}.")
 
@@ -272,9 +324,15 @@ def _name_missing(tool: str, fault: Fault, repeat: Repeat) -> Cause:
     calls = f"{repeat.count} calls" if repeat.rule == REPEAT and repeat.count > 1 else "The call"
     names = [join_path(fault.path, name) for name in fault.names]
     if fault.any_of:
-        text = f"{calls} of {quote(tool)} left out {_list_names(names, 'and')}, one of which is required."
+        text = (
+            f"{calls} of {quote(tool)} left out {_list_names(names, 'and')}, one of which is "
+            "required."
+        )
         return Cause(MISSING_ARGUMENT, text, "Add one of them.")
-    text = f"{calls} of {quote(tool)} left out {_list_names(names)}, which {'is' if len(names) == 1 else 'are'} required."
+    text = (
+        f"{calls} of {quote(tool)} left out {_list_names(names)}, which "
+        f"{'is' if len(names) == 1 else 'are'} required."
+    )
     add = f"Add {'it' if len(names) == 1 else 'them'}."
     return Cause(MISSING_ARGUMENT, text, f"{add} {_IN_PARTS}" if fault.long else add)
 
@@ -299,7 +357,9 @@ def _open_schema(raw: Raw) -> dict[str, Json]:
     if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)
-    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):  # some APIs wrap it
+    if (
+        isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict)
+    ):  # some APIs wrap it
         value = value["json"]
     return value if isinstance(value, dict) else {}
 

@@ -27,7 +27,14 @@ from extproc.apis.conversation import ASSISTANT, USER, Conversation
 from extproc.apis.messages import CALL, REFERENCE, RESULT, TEXT, Part
 from extproc.detectors.actions import cut_thinking
 from extproc.detectors.turn import digest
-from extproc.request.document import INSPECTION, Document, NotCounted, open_value, walk, write_canonical
+from extproc.request.document import (
+    INSPECTION,
+    Document,
+    NotCounted,
+    open_value,
+    walk,
+    write_canonical,
+)
 
 CALL_DIGEST: Final = 6
 TOOL_DIGEST: Final = 4
@@ -93,13 +100,23 @@ class Spoken:
         small: it may be cached.
     """
 
-    def __init__(self, hashes: list[bytes], calls: list[CallFacts], units: int = 0, *, only_calls: bool = False) -> None:
+    def __init__(
+        self,
+        hashes: list[bytes],
+        calls: list[CallFacts],
+        units: int = 0,
+        *,
+        only_calls: bool = False,
+    ) -> None:
         self.hash = hashes[0] if len(hashes) == 1 else digest(b"".join(hashes), _ID)
         self.hashes = hashes
         self.calls = calls
         self.only_calls = only_calls
         self.units = units
-        self.small = len(calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES_KEPT
+        self.small = (
+            len(calls) <= _MOST_CALLS_KEPT
+            and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES_KEPT
+        )
 
 
 class ChainPlace:
@@ -115,7 +132,9 @@ class ChainPlace:
         depth: number of turns.
     """
 
-    def __init__(self, first_words: bytes, turns: Sequence[Spoken], known: ChainPlace | None = None) -> None:
+    def __init__(
+        self, first_words: bytes, turns: Sequence[Spoken], known: ChainPlace | None = None
+    ) -> None:
         """Compute the place from the hash of the user's first message and the assistant's turns.
 
         `known`: the place after the first of these turns, or after all; None if unknown.
@@ -132,7 +151,11 @@ class ChainPlace:
         self._count = len(links)
         self.node = links[-1]
         self.own = _link_last_two(turns, count)
-        self.before = known.own if known is not None and known.depth == count - 1 else _link_last_two(turns, count - 1)
+        self.before = (
+            known.own
+            if known is not None and known.depth == count - 1
+            else _link_last_two(turns, count - 1)
+        )
         newest = len(turns[-1].hashes) if turns else 0
         self.parents = links[-2 : -2 - _MOST_PARENTS : -1]
         if newest > _MOST_PARENTS:
@@ -234,7 +257,9 @@ def spell(part: Part) -> bytes:
     if part.kind == RESULT:
         return _SEPARATOR + _SEPARATOR + part.id.encode()
     value = open_value(part.value)
-    return cut_thinking(value).strip().encode() if isinstance(value, str) else write_canonical(value)
+    return (
+        cut_thinking(value).strip().encode() if isinstance(value, str) else write_canonical(value)
+    )
 
 
 def digest_tool(name: str) -> bytes:
@@ -357,6 +382,10 @@ def read_place(document: Document) -> ChainPlace | None:
     """Like `find_place`, for a body; also None if it has no conversation, or the server stores earlier turns."""
     try:
         conversation = open_conversation(document)
-        return None if conversation.elsewhere else find_place(conversation, prefilled=conversation.is_prefilled())
+        return (
+            None
+            if conversation.elsewhere
+            else find_place(conversation, prefilled=conversation.is_prefilled())
+        )
     except NotCounted:
         return None

@@ -8,11 +8,26 @@ from typing import Final
 _SAID_WITHIN: Final = 600
 """Number of characters of a text in which to look for a complaint."""
 
-_STEMS: Final = (" not ", "n't", " no ", "wrong", "bad ", "malformed", "improper", "expected", "found 0", "lack", "without")
+_STEMS: Final = (
+    " not ",
+    "n't",
+    " no ",
+    "wrong",
+    "bad ",
+    "malformed",
+    "improper",
+    "expected",
+    "found 0",
+    "lack",
+    "without",
+)
 """Every complaint contains one of these."""
 
 _ANSWER = r"(?:answer|response|output|reply|message|command|action|submission)"
-_FORM = r"(?:format|json|xml|yaml|schema|tool|function|action|code\ block|code|backtick|tag|block|structure|syntax)"
+_FORM = (
+    r"(?:format|json|xml|yaml|schema|tool|function|action|code\ "
+    r"block|code|backtick|tag|block|structure|syntax)"
+)
 _COMPLAINT: Final = re.compile(
     rf"""
       \b{_ANSWER}\ (?:(?:did|does|was|is)(?:\ not|n't)|could\ not|ha[sd]\ no|lacks|contain(?:s|ed)\ no)\b

@@ -51,8 +51,14 @@ _SPACE = rf"[\t-\r\x1c-\x20{_BEYOND}]"
 
 
 def _compile(patterns: str) -> list[re.Pattern[str]]:
-    r"""Compile patterns separated by ` | `. Each starts with a character: `\b` becomes a lookbehind after its word."""
-    return [re.compile(re.sub(r"^\\b(\w+)", r"\1(?<!\\w\1)", pattern)) for pattern in re.split(r"\s+\|\s+", patterns.strip())]
+    r"""Compile patterns separated by ` | `.
+
+    Each starts with a character: `\b` becomes a lookbehind after its word.
+    """
+    return [
+        re.compile(re.sub(r"^\\b(\w+)", r"\1(?<!\\w\1)", pattern))
+        for pattern in re.split(r"\s+\|\s+", patterns.strip())
+    ]
 
 
 _has_stem: Final = look_for(
@@ -67,7 +73,10 @@ _has_stem: Final = look_for(
 
 # Denials of failures, and empty fields for failures
 _NOTHING = [
-    rf"{word}(?<!\w{word})\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b"
+    (
+        rf"{word}(?<!\w{word})\s+(?:of\ "
+        r"[0-9]+\s+)?(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b"
+    )
     for word in ("no", "0", "zero", "without any", "without")
 ]
 _EMPTY = [
@@ -239,7 +248,9 @@ _BEGINNINGS = rf"""
 """
 """A shorter version: a part of each alternative."""
 
-_WITHIN_TEXT = r"[0-9]\ (?:error|fail|problem)|(?:failed|failures?|errors?)[:=]\ ?[1-9]|error\)|\*\*\*"
+_WITHIN_TEXT = (
+    r"[0-9]\ (?:error|fail|problem)|(?:failed|failures?|errors?)[:=]\ ?[1-9]|error\)|\*\*\*"
+)
 _may_be_within: Final = look_for(_WITHIN_TEXT)
 
 # Each alternative starts with a character of a small set.
@@ -314,12 +325,17 @@ _may_complain: Final = look_for(
 )
 """Whether `_COMPLAINS` may match in a line."""
 
-_may_fail: Final = look_for(f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)")
+_may_fail: Final = look_for(
+    f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)"
+)
 """Whether a text contains any of the above, even if its lines were cut."""
 
 # The program that complains, at the start of a line. `name:12:` is the position of a match instead.
 _PROGRAM: Final = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
-_USAGE: Final = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
+_USAGE: Final = re.compile(
+    r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)",
+    re.MULTILINE,
+)
 _QUOTES: Final = re.compile(
     rf"""
     \s*(?:
@@ -435,7 +451,11 @@ def _leave_out_denials(said: str) -> str:
 
 def _find_line(said: str) -> str:
     """The line or message that reports a failure; empty if there is none."""
-    lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
+    lines = [
+        line[:_LONGEST_LINE]
+        for line in said.replace("\x1e", "\n").split("\n")
+        if line and not line.isspace()
+    ]
     text = "\n".join(lines)
     messages = _list_messages(said, text)
     for line in messages:
@@ -454,7 +474,9 @@ def _find_line(said: str) -> str:
 
 def _list_messages(said: str, lines: str) -> list[str]:
     """The message fields of a record; empty if its other fields report success."""
-    if not (_may_hold_messages(said) and ("text=" in said or _holds_records(lines))) or finds_any(said, _WELL):
+    if not (_may_hold_messages(said) and ("text=" in said or _holds_records(lines))) or finds_any(
+        said, _WELL
+    ):
         return []
     return [one or other for one, other in _MESSAGE.findall(said)]
 
@@ -467,7 +489,11 @@ def _find_complaint(messages: list[str], lines: list[str]) -> str:
             return line
     for line in lines:
         program = _PROGRAM.match(line) if ":" in line and _may_complain(line) else None
-        if program is not None and not _QUOTES.match(line) and _COMPLAINS.search(" " + line[program.end() :]):
+        if (
+            program is not None
+            and not _QUOTES.match(line)
+            and _COMPLAINS.search(" " + line[program.end() :])
+        ):
             return line
     return ""
 
@@ -476,7 +502,11 @@ def _is_marked(said: str) -> bool:
     """Whether a field or a code reports a failure."""
     if not _may_be_marked(said):
         return False
-    return finds_any(said, _FIELDS) or finds_any(said, _CODES) or ("usage:" in said and _USAGE.search(said) is not None)
+    return (
+        finds_any(said, _FIELDS)
+        or finds_any(said, _CODES)
+        or ("usage:" in said and _USAGE.search(said) is not None)
+    )
 
 
 def _tell_kind(line: str) -> Failure:

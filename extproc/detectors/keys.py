@@ -48,10 +48,11 @@ class LoopKeys(JsonObject):
     """Keys that all similarities share.
 
     Attributes:
-        threshold_identical_requests: number of the first identical request (turn, call) to act on, at least 2; required, except
-            with `turns`, where the default is 3.
+        threshold_identical_requests: number of the first identical request (turn, call) to act on,
+            at least 2; required, except with `turns`, where the default is 3.
         escalate: stricter actions at higher thresholds.
-        cooldown_seconds: repeats of a request that was acted on are acted on for this long, even if the window is empty.
+        cooldown_seconds: repeats of a request that was acted on are acted on for this long, even if
+            the window is empty.
     """
 
     threshold_identical_requests: Threshold | None = None
@@ -63,7 +64,8 @@ class CanonicalKeys(LoopKeys):
     """Keys of `canonical`.
 
     Attributes:
-        ignore_fields: with `canonical`: JSON Pointers to values to ignore; `*` matches any one step.
+        ignore_fields: with `canonical`: JSON Pointers to values to ignore; `*` matches any one
+            step.
     """
 
     ignore_fields: list[Pointer] = NO_ITEMS
@@ -96,7 +98,11 @@ class Tool(JsonObject):
 
     def raise_by(self, more: int) -> Self:
         """A copy with the threshold, if any, raised by `more`."""
-        return self if self.threshold is None else self.model_copy(update={"threshold": self.threshold + more})
+        return (
+            self
+            if self.threshold is None
+            else self.model_copy(update={"threshold": self.threshold + more})
+        )
 
 
 class ToolsKeys(LoopKeys):
@@ -113,8 +119,9 @@ class McpKeys(ToolsKeys):
     """Keys of `mcp`.
 
     Attributes:
-        trust_headers: with `mcp`: from MCP 2026-07-28 on, `Mcp-Method` and `Mcp-Name` decide which requests are not counted.
-            Only for servers that refuse requests whose headers and body disagree.
+        trust_headers: with `mcp`: from MCP 2026-07-28 on, `Mcp-Method` and `Mcp-Name` decide which
+            requests are not counted. Only for servers that refuse requests whose headers and body
+            disagree.
     """
 
     trust_headers: bool = False
@@ -148,11 +155,12 @@ class TurnsKeys(HistoryKeys):
     """Keys of `turns`.
 
     Attributes:
-        weak_threshold: with `turns`: until a weak loop (talk, or short results without errors) has repeated this often, it gets
-            the mildest action at most. Default: no exception.
+        weak_threshold: with `turns`: until a weak loop (talk, or short results without errors) has
+            repeated this often, it gets the mildest action at most. Default: no exception.
         normalize_results: with `turns`: `false` compares results byte for byte.
         ignore_arguments: with `turns`: arguments that hold thoughts, and are not compared.
-        incidents: with `turns`: `false` also refuses loops of a tool that fails in the same way for many sessions.
+        incidents: with `turns`: `false` also refuses loops of a tool that fails in the same way for
+            many sessions.
     """
 
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
@@ -171,7 +179,9 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
         similarity: what makes requests identical.
     """
 
-    similarity: Literal["exact", "canonical", "prompt", "tail", "tool_calls", "turns", "mcp"] = "exact"
+    similarity: Literal["exact", "canonical", "prompt", "tail", "tool_calls", "turns", "mcp"] = (
+        "exact"
+    )
 
     @property
     def steers(self) -> bool:
@@ -188,13 +198,21 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
             default: the threshold of an entry without one.
         """
         first = self.threshold_identical_requests or default or 0
-        return [self, *[self._raise_by(threshold - first, threshold) for _, threshold in self.escalate.list_steps()]]
+        return [
+            self,
+            *[
+                self._raise_by(threshold - first, threshold)
+                for _, threshold in self.escalate.list_steps()
+            ],
+        ]
 
     def make_limits(self, default: int | None) -> ToolLimits:
         """The limits of tools; `default`: the threshold of an entry without one."""
         threshold, window = self.threshold_identical_requests or default or 0, self.window_calls
         tools = {
-            name: Limit(tool.threshold or threshold, tool.reason, tool.allow, tool.window_calls or window)
+            name: Limit(
+                tool.threshold or threshold, tool.reason, tool.allow, tool.window_calls or window
+            )
             for name, tool in self.tools.items()
         }
         return ToolLimits(threshold, tools, window)
@@ -202,13 +220,23 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
     def wait_until(self, threshold: int) -> Self:
         """A copy with lower thresholds raised to this one."""
         tools = {
-            name: tool if tool.threshold is None else tool.model_copy(update={"threshold": max(tool.threshold, threshold)})
+            name: tool
+            if tool.threshold is None
+            else tool.model_copy(update={"threshold": max(tool.threshold, threshold)})
             for name, tool in self.tools.items()
         }
-        update = {"threshold_identical_requests": threshold, "tools": tools, "escalate": Escalation()}
+        update = {
+            "threshold_identical_requests": threshold,
+            "tools": tools,
+            "escalate": Escalation(),
+        }
         return self.model_copy(update=update)
 
     def _raise_by(self, more: int, threshold: int) -> Self:
         tools = {name: tool.raise_by(more) for name, tool in self.tools.items()}
-        raised = {"threshold_identical_requests": threshold, "tools": tools, "escalate": Escalation()}
+        raised = {
+            "threshold_identical_requests": threshold,
+            "tools": tools,
+            "escalate": Escalation(),
+        }
         return self.model_copy(update=raised)

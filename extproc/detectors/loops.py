@@ -13,9 +13,9 @@ threshold t, the newest turn is part of a loop by one of six rules:
   assistant that only talks.
 - TALK: in the last max(10, t) turns, the assistant only talks, and hears the same each time, digits
   aside. The loop is weak. Fewer than eight words may be a person's: they get a note at most.
-- NOTHING_NEW: it equals one of the `max_cycle` turns before it, at most one of the last 2t + 2 turns
-  is new, and three or more of the last 6 differ. Turns whose tool may repeat more often always are
-  new. It gets a note at most.
+- NOTHING_NEW: it equals one of the `max_cycle` turns before it, at most one of the last 2t + 2
+  turns is new, and three or more of the last 6 differ. Turns whose tool may repeat more often
+  always are new. It gets a note at most.
 - SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the
   same, numbers and actions aside. It gets a note at most.
 
@@ -135,7 +135,9 @@ class Newest(Generic[Step]):
             if step is None or before is None or not same(step, before):
                 return False
         members = self.newest(length)
-        return not any(same(one, other) for place, one in enumerate(members) for other in members[:place])
+        return not any(
+            same(one, other) for place, one in enumerate(members) for other in members[:place]
+        )
 
 
 _UNKNOWN: Final = frozenset({"", OTHER_ROLE})
@@ -154,7 +156,12 @@ class History(Newest[AnyTurn]):
     """
 
     def __init__(
-        self, source: Iterator[AnyTurn], reading: Reading | None = None, *, elsewhere: bool = False, after: bytes = b""
+        self,
+        source: Iterator[AnyTurn],
+        reading: Reading | None = None,
+        *,
+        elsewhere: bool = False,
+        after: bytes = b"",
     ) -> None:
         """The turns come from a source: a request's `reading`, or the store's entries."""
         self._source = source
@@ -194,7 +201,11 @@ class History(Newest[AnyTurn]):
         if not isinstance(newest, Turn) or not only_speaks(newest):
             return False
         said = newest.said
-        begun = any(turn.said.startswith(said) for turn in self.newest(USUAL_TURNS)[1:] if isinstance(turn, Turn))
+        begun = any(
+            turn.said.startswith(said)
+            for turn in self.newest(USUAL_TURNS)[1:]
+            if isinstance(turn, Turn)
+        )
         return begun or len(said.split()) <= _PREFILLED_WORDS
 
     def store_newest(self, *, named: bool) -> KeptTurn | None:
@@ -210,7 +221,9 @@ class History(Newest[AnyTurn]):
         turn = self.at(place)
         if not isinstance(turn, Turn) or only_speaks(turn):
             return None
-        return KeptTurn(self, place, turn.reduce(), turn.identify() if named else None, in_text=turn.in_text)
+        return KeptTurn(
+            self, place, turn.reduce(), turn.identify() if named else None, in_text=turn.in_text
+        )
 
     def count_since_person(self) -> int:
         """The number of turns since a person's newest message; MAX_TURNS if there is none among the turns read."""
@@ -222,7 +235,10 @@ class History(Newest[AnyTurn]):
                     if turn is None:
                         break
                     words.append(turn.words)
-            self._since = next((place for place, said in enumerate(words) if said and words.count(said) == 1), MAX_TURNS)
+            self._since = next(
+                (place for place, said in enumerate(words) if said and words.count(said) == 1),
+                MAX_TURNS,
+            )
         return self._since
 
 
@@ -248,13 +264,26 @@ class KeptTurn:
         in_text: see `Turn`.
     """
 
-    def __init__(self, history: History, place: int, newest: Reduced, identity: bytes | None, *, in_text: bool) -> None:
+    def __init__(
+        self,
+        history: History,
+        place: int,
+        newest: Reduced,
+        identity: bytes | None,
+        *,
+        in_text: bool,
+    ) -> None:
         """Copies what it needs, without a reference to the request; see `Turn.identify` for `identity`."""
-        count, self.passes_over = history.reading.count_turns(USUAL_TURNS) if history.reading is not None else -1, False
+        count, self.passes_over = (
+            history.reading.count_turns(USUAL_TURNS) if history.reading is not None else -1,
+            False,
+        )
         if count < 0:
             turns = history.newest(USUAL_TURNS)
             count = len(turns)
-            self.passes_over = True in [isinstance(turn, Turn) and not turn.answered for turn in turns[place + 1 :]]
+            self.passes_over = True in [
+                isinstance(turn, Turn) and not turn.answered for turn in turns[place + 1 :]
+            ]
         before = history.at(place + 1)
         self.newest = newest
         self.shown = shown = count - place
@@ -267,7 +296,9 @@ class KeptTurn:
         self.complete = place + shown == USUAL_TURNS
         self._before = before.action_hash if before is not None else None
 
-    def extend(self, entries: Sequence[bytes], *, followed: bool = False, always: bool = False) -> History | None:
+    def extend(
+        self, entries: Sequence[bytes], *, followed: bool = False, always: bool = False
+    ) -> History | None:
         """The turns up to this one, from a ring's entries; see `Memory.recall`.
 
         None if they add nothing.
@@ -280,7 +311,9 @@ class KeptTurn:
             return None
         failure = self.newest.failure_id
         if not always and not self._returns_again(entries):
-            alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
+            alike = (
+                [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
+            )
             if len(alike) < _MIN_SIMILAR - 1:
                 return None
         past = list(entries[-USUAL_TURNS:][::-1])
@@ -289,8 +322,12 @@ class KeptTurn:
         turns = [decode_turn(entry) for entry in past]
         if (
             self._before is not None and not followed
-        ):  # continue from the request's previous turn; if it is missing, this is another conversation
-            place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
+            # Continue from the request's previous turn; if it is missing, this is another conversation
+        ):
+            place = next(
+                (place for place, turn in enumerate(turns) if turn.action_hash == self._before),
+                len(turns),
+            )
             del turns[:place]
         return History(iter([self.newest, *turns[: USUAL_TURNS - 1]]))
 
@@ -299,9 +336,15 @@ class KeptTurn:
         own = entries.count(self.entry)
         raw, normalized = self.newest.raw, self.newest.normalized
         others = b"".join([entry for entry in entries if entry != self.entry] if own else entries)
-        if own <= 1 and others.find(raw) < 0 and others.find(normalized) < 0:  # the usual case; slices take most of the time
+        if (
+            own <= 1 and others.find(raw) < 0 and others.find(normalized) < 0
+        ):  # the usual case; slices take most of the time
             return False
-        same = [entry for entry in entries if entry[RAW:NORMALIZED] == raw or entry[NORMALIZED:REST] == normalized]
+        same = [
+            entry
+            for entry in entries
+            if entry[RAW:NORMALIZED] == raw or entry[NORMALIZED:REST] == normalized
+        ]
         return len(same) > (own > 0)
 
 
@@ -359,7 +402,9 @@ class TurnRule:
         turns: Iterator[Turn] = ShownTurns(reading, self.most + cuts)
         if cuts:
             turns = leave_out_last(turns)
-        history = History(turns, reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        history = History(
+            turns, reading, elsewhere=conversation.elsewhere, after=conversation.before.after
+        )
         if not conversation.elsewhere and not history.shows_newest():
             history.elsewhere = True
         if conversation.before.in_words:
@@ -392,7 +437,8 @@ class TurnRule:
         if not newest.known or newest.failed:
             return True
         return any(
-            same_action(newest, turn) for turn in history.newest(max(count_window(self.threshold), self._max_cycle + 1))[1:]
+            same_action(newest, turn)
+            for turn in history.newest(max(count_window(self.threshold), self._max_cycle + 1))[1:]
         )
 
     def may_loop(self, newest: AnyTurn) -> bool:
@@ -405,18 +451,28 @@ class TurnRule:
             return None
         limit = self._limits.of(newest.names)
         looked_at = history.newest(max(count_window(limit.threshold), self._max_cycle + 1))
-        for place in range(history.compared, len(looked_at)):  # shared by the detector's rules, which differ only in thresholds
+        for place in range(
+            history.compared, len(looked_at)
+        ):  # shared by the detector's rules, which differ only in thresholds
             if same_turn(newest, looked_at[place], normalized=self._normalized):
                 history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
         if isinstance(newest, Turn) and again and newest.came.images:
-            turns = [(place, turn.came.images) for place, turn in enumerate(looked_at) if isinstance(turn, Turn)]
+            turns = [
+                (place, turn.came.images)
+                for place, turn in enumerate(looked_at)
+                if isinstance(turn, Turn)
+            ]
             shown = {place: images for place, images in turns if images}
-            if len(set(shown.values())) > 1:  # screens change, so older turns without images were different
+            if (
+                len(set(shown.values())) > 1
+            ):  # screens change, so older turns without images were different
                 again = [place for place in again if place in shown]
         found = None
-        if again and MIN_CYCLE <= again[0] <= self._max_cycle:  # a longer cycle would contain the newest turn twice
+        if (
+            again and MIN_CYCLE <= again[0] <= self._max_cycle
+        ):  # a longer cycle would contain the newest turn twice
             found = self._cycle(history, again[0])
         if again and found is None:
             found = self._repeat(history, newest, limit, again)
@@ -424,23 +480,39 @@ class TurnRule:
             found = self._error(history, newest, limit) or self._talk(history, newest, limit)
         if found is None and self._notes and again and again[0] <= self._max_cycle:
             found = self._nothing_new(history, limit)
-        return self._similar_error(history, limit) if found is None and self._notes and newest.failed else found
+        return (
+            self._similar_error(history, limit)
+            if found is None and self._notes and newest.failed
+            else found
+        )
 
-    def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
+    def _repeat(
+        self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]
+    ) -> Repeat | None:
         """The loop if the newest turn is too frequent among the last ones, with hardly anything new in between."""
         window = count_window(limit.threshold)
         places = [place for place in again if place < window]
         if len(places) + 1 >= limit.threshold and newest.evidence & READS:
-            changed = next((place for place in range(places[-1]) if _changes(history, place)), window)
+            changed = next(
+                (place for place in range(places[-1]) if _changes(history, place)), window
+            )
             places = [place for place in places if place < changed]
         if len(places) + 1 < limit.threshold:
             return None
         first = places[limit.threshold - 2]
-        new = [place for place in range(1, first) if place not in places and not self._is_no_news(history, place)]
+        new = [
+            place
+            for place in range(1, first)
+            if place not in places and not self._is_no_news(history, place)
+        ]
         if len(new) > limit.threshold - 2:
             return None
         turns = history.newest(window)
-        measure = weigh if newest.known or (isinstance(newest, Turn) and newest.referenced) else weigh_apart
+        measure = (
+            weigh
+            if newest.known or (isinstance(newest, Turn) and newest.referenced)
+            else weigh_apart
+        )
         return Repeat(
             newest.names,
             len(places) + 1,
@@ -458,7 +530,9 @@ class TurnRule:
         turn = turns[place]
         if turn.names and all(is_for_thinking(name) for name in turn.names):
             return True
-        return turn.known and any(same_turn(turn, older, normalized=self._normalized) for older in turns[place + 1 :])
+        return turn.known and any(
+            same_turn(turn, older, normalized=self._normalized) for older in turns[place + 1 :]
+        )
 
     def _cycle(self, history: History, length: int) -> Repeat | None:
         """The loop if the newest turns are enough rounds of a cycle of this length."""
@@ -466,13 +540,17 @@ class TurnRule:
         limits = [self._limits.of(turn.names) for turn in members]
         rounds = count_rounds(length, max([limit.threshold for limit in limits]))
         span = min(length * rounds, self._filled or USUAL_TURNS + 1)
-        known = not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
+        known = not any(
+            limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True)
+        )
         if span > USUAL_TURNS or not known or not history.is_cycle(length, span, self._same):
             return None
         names = tuple([name for turn in reversed(members) for name in turn.names])
         reason = next((limit.reason for limit in limits if limit.reason), "")
         strength = weigh(history.newest(span))
-        return Repeat(names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength)
+        return Repeat(
+            names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength
+        )
 
     def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
         return same_turn(one, other, normalized=self._normalized)
@@ -486,12 +564,26 @@ class TurnRule:
         if len(turns) < count or not newest.failed:
             return None
         for turn in turns[1:]:
-            if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names).allow:
+            if (
+                not same_result(newest, turn, normalized=self._normalized)
+                or self._limits.of(turn.names).allow
+            ):
                 return None
         names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
-        spread = 2 * len({turn.action_hash for turn in turns if turn.known}) > count or not newest.known
+        spread = (
+            2 * len({turn.action_hash for turn in turns if turn.known}) > count or not newest.known
+        )
         strength = weigh_apart(turns) if spread else weigh(turns)
-        return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
+        return Repeat(
+            names,
+            count,
+            count,
+            count,
+            results=True,
+            reason=limit.reason,
+            rule=ERROR,
+            strength=strength,
+        )
 
     def _talk(self, history: History, newest: AnyTurn, limit: Limit) -> Repeat | None:
         """The loop if the assistant only talks and hears the same each time, whatever it says."""
@@ -501,7 +593,9 @@ class TurnRule:
         if any(turn.words != newest.words for turn in history.newest(count)):
             return None
         brief = not isinstance(newest, Turn) or len(newest.result.split()) < _FEWEST_WORDS
-        found = Repeat((), count, count, count, results=True, reason=limit.reason, rule=TALK, strength=WEAK)
+        found = Repeat(
+            (), count, count, count, results=True, reason=limit.reason, rule=TALK, strength=WEAK
+        )
         if brief:
             return found._replace(held=True, notes_only=True) if self._notes else None
         return found
@@ -521,9 +615,20 @@ class TurnRule:
             new += self._is_new(turns, place, limit)
             if new > 1:
                 return None
-        names = tuple(dict.fromkeys([name for turn in reversed(turns[:window]) for name in turn.names]))
+        names = tuple(
+            dict.fromkeys([name for turn in reversed(turns[:window]) for name in turn.names])
+        )
         count = window - new
-        found = Repeat(names, count, window, window - 1, results=True, reason=limit.reason, rule=NOTHING_NEW, strength=WEAK)
+        found = Repeat(
+            names,
+            count,
+            window,
+            window - 1,
+            results=True,
+            reason=limit.reason,
+            rule=NOTHING_NEW,
+            strength=WEAK,
+        )
         return found._replace(held=True, notes_only=True)
 
     def _is_new(self, turns: Sequence[AnyTurn], place: int, limit: Limit) -> bool:
@@ -555,13 +660,26 @@ class TurnRule:
                 left -= 1
             if left < 0:
                 return None
-        alike = [turn for turn in maybe if fail_alike(newest, turn) and not self._limits.of(turn.names).allow]
+        alike = [
+            turn
+            for turn in maybe
+            if fail_alike(newest, turn) and not self._limits.of(turn.names).allow
+        ]
         count = len(alike)
         if count < least:
             return None
         names = tuple(dict.fromkeys([name for turn in reversed(alike) for name in turn.names]))
         strength = weigh_apart(alike)
-        found = Repeat(names, count, len(seen), count, results=True, reason=limit.reason, rule=SIMILAR_ERROR, strength=strength)
+        found = Repeat(
+            names,
+            count,
+            len(seen),
+            count,
+            results=True,
+            reason=limit.reason,
+            rule=SIMILAR_ERROR,
+            strength=strength,
+        )
         return found._replace(held=True, notes_only=True)
 
     def spell(self, turn: AnyTurn) -> bytes:
@@ -573,8 +691,15 @@ class TurnRule:
         """How often the newest turn occurs, if that is not a loop."""
         limit = self._limits.of(newest.names)
         turns = history.newest(count_window(limit.threshold))
-        again = sum([turn is newest or same_turn(newest, turn, normalized=self._normalized) for turn in turns])
-        below = min(again, limit.threshold - 1)  # it may be more frequent, with many new turns in between
+        again = sum(
+            [
+                turn is newest or same_turn(newest, turn, normalized=self._normalized)
+                for turn in turns
+            ]
+        )
+        below = min(
+            again, limit.threshold - 1
+        )  # it may be more frequent, with many new turns in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
 

@@ -13,7 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from extproc.apis.json_rpc import McpHeaders, contradicts, frame_answer, read_call, read_claim, read_id, show_call, spell_call
+from extproc.apis.json_rpc import (
+    McpHeaders,
+    contradicts,
+    frame_answer,
+    read_call,
+    read_claim,
+    read_id,
+    show_call,
+    spell_call,
+)
 from extproc.decision import COMPLETION, Advice, Framed, Outcome
 from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.base import Similarity, count_repeats
@@ -42,13 +51,19 @@ class McpCall:
         self.tools: tuple[str, ...] = (tool,) if tool else ()
         self._id = identity
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # the tool tells more than the path
+    def write_message(
+        self, outcome: Outcome, method: str, path: str
+    ) -> str:  # the tool tells more than the path
         """See `Similarity`. Does not contain the tool's arguments."""
         advice = self.advise(outcome, method, path)
         reason = f" {advice.reason}" if advice.reason else ""
-        return f"Loop detected: {advice.what}, and was refused.{reason} Repeating it will be refused again. {advice.instead}"
+        return (
+            f"Loop detected: {advice.what}, and was refused.{reason} Repeating it will be "
+            f"refused again. {advice.instead}"
+        )
 
-    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # as above
+    # As above
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002
         """See `Similarity`."""
         often, when = count_repeats(outcome)
         if self.tool:
@@ -56,7 +71,9 @@ class McpCall:
             progress = "use other arguments"
         else:
             what, progress = f"this same message has been sent {often}", "send a different one"
-        instead = f"To continue, {progress}, try another way, or finish with the result you have so far."
+        instead = (
+            f"To continue, {progress}, try another way, or finish with the result you have so far."
+        )
         return Advice(f"{what} {when}", self.limit.reason.strip(), instead)
 
     def frame(self, message: str, accept: str) -> Framed | None:
@@ -103,7 +120,9 @@ class Mcp(Similarity):
         """The call itself; see `Similarity`."""
         tool, _, identity = read_call(document)
         shown = tool[:MAX_NAME]
-        return McpCall(shown, self._limits.of([shown]) if shown else self._limits.of([]), read_id(identity))
+        return McpCall(
+            shown, self._limits.of([shown]) if shown else self._limits.of([]), read_id(identity)
+        )
 
     def show(self, document: Document) -> list[str]:
         """See `Similarity`."""
@@ -117,5 +136,9 @@ class Mcp(Similarity):
         if loop.get("refuse_as") == COMPLETION:
             yield (
                 (*place, "refuse_as"),
-                "refuse_as must not be completion with similarity mcp, whose refusals are answers already",
+                (
+                    "refuse_as must not be completion with similarity mcp, whose refusals are "
+                    "answers "
+                    "already"
+                ),
             )

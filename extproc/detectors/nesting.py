@@ -54,13 +54,14 @@ def count_nested(text: str) -> tuple[int, str]:
 def count_endings(text: str, least: int) -> tuple[int, bytes]:
     r"""Count how many times in a row a text ends with the same step of at least two lines, ignoring numbers and empty lines.
 
-    Up to eight other lines may follow the last step. Steps in a quoted block are not counted, nor are lines of data, such as
-    those of a log or a table.
+    Up to eight other lines may follow the last step. Steps in a quoted block are not counted, nor
+    are lines of data, such as those of a log or a table.
 
     Returns:
         The number and the step; 0 and nothing if the number is below `least`.
 
-    >>> count_endings("List files.\n" + "Action: list_files\nResult: error after 3 s\n" * 4 + "What is next?", 4)
+    >>> count_endings("List files.\n" + "Action: list_files\nResult: error after 3 s\n" * 4 + "What
+        is next?", 4)
     (4, b'Action: list_files\nResult: error after  s')
     """
     if len(text) < least * _SHORTEST_BLOCK:
@@ -73,7 +74,9 @@ def count_endings(text: str, least: int) -> tuple[int, bytes]:
             continue
         last = plain[end - 1]
         alike = next((place for place in range(1, end) if plain[end - 1 - place] != last), end)
-        for size in range(alike + 1, end // least + 1):  # a shorter block is one line, again and again
+        for size in range(
+            alike + 1, end // least + 1
+        ):  # a shorter block is one line, again and again
             if plain[end - 1 - size] != last:
                 continue
             block, times = plain[end - size : end], 1

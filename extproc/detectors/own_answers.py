@@ -28,7 +28,11 @@ _SAID_WITHIN: Final = 2_000
 """Number of characters of a reply to compare."""
 
 _ERROR: Final = re.compile(
-    r"\W{0,8}(?:\w{1,16} ){0,2}\w{0,16}(?:error|exception)(?::| (?:in|while|when|parsing|occurred)\b)", re.IGNORECASE
+    (
+        r"\W{0,8}(?:\w{1,16} ){0,2}\w{0,16}(?:error|exception)(?::| "
+        r"(?:in|while|when|parsing|occurred)\b)"
+    ),
+    re.IGNORECASE,
 )
 """How programs begin a complaint. Patterns for errors in results would match too much: people also
 say `try again`."""
@@ -55,7 +59,9 @@ def leave_out_answers(data: bytes, answers: frozenset[bytes]) -> bytes:
 class _Reader:
     """Reads the messages of one body."""
 
-    def __init__(self, patch: Patch, shape: Shape, messages: list[Value], answers: frozenset[bytes]) -> None:
+    def __init__(
+        self, patch: Patch, shape: Shape, messages: list[Value], answers: frozenset[bytes]
+    ) -> None:
         self._patch = patch
         self._shape = shape
         self._messages = messages
@@ -109,9 +115,15 @@ class _Reader:
         """
         message = self._open(place)
         parts = self._shape.read(message)
-        if self._shape.name_speaker(message) != USER or any(part.kind == RESULT for part in parts) or self._quotes(place):
+        if (
+            self._shape.name_speaker(message) != USER
+            or any(part.kind == RESULT for part in parts)
+            or self._quotes(place)
+        ):
             return True
-        texts = [strike_injected(text) for text in list_texts(parts) if not is_injected(text.strip())]
+        texts = [
+            strike_injected(text) for text in list_texts(parts) if not is_injected(text.strip())
+        ]
         said = "\n".join(texts).strip()[:_SAID_WITHIN]
         words = tuple(NUMBERS.sub("", said).casefold().split())
         again = words in heard

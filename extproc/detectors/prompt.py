@@ -21,11 +21,20 @@ from extproc.request.document import Document, NotCounted, split_pointer, write_
 _OPTIONS: Final = [
     split_pointer(pointer)
     for pointer in (
-        "/metadata", "/requestMetadata", "/labels", "/seed", "/temperature",
-        "/generationConfig/seed", "/generationConfig/temperature", "/generation_config/seed", "/generation_config/temperature",
-        "/inferenceConfig/temperature", "/options/seed", "/options/temperature",
+        "/metadata",
+        "/requestMetadata",
+        "/labels",
+        "/seed",
+        "/temperature",
+        "/generationConfig/seed",
+        "/generationConfig/temperature",
+        "/generation_config/seed",
+        "/generation_config/temperature",
+        "/inferenceConfig/temperature",
+        "/options/seed",
+        "/options/temperature",
     )
-]  # fmt: skip  # one list
+]
 """Ignored fields of bodies: notes about a request, and options that only vary its answer."""
 
 _MOST_PLACES: Final = 500
@@ -77,7 +86,9 @@ _MOVING: Final[list[tuple[re.Pattern[bytes], int, re.Pattern[bytes]]]] = [
     (  # "try 5 of them" may be an order
         re.compile(rb"try"),
         2,
-        _compile(rf"{_WORD}(?:retry{_NUMBER}{_COUNT}(?:{_OF})?+|try{_NUMBER}{_COUNT}(?:{_OF}|(?=[])}},:]))){_END}"),
+        _compile(
+            rf"{_WORD}(?:retry{_NUMBER}{_COUNT}(?:{_OF})?+|try{_NUMBER}{_COUNT}(?:{_OF}|(?=[])}},:]))){_END}"
+        ),
     ),
 ]
 """An anchor to search for in lower case, how many bytes before it a match may begin, and the

@@ -46,8 +46,16 @@ def _after(words: str) -> str:
 
 
 _NO_ID = "".join([rf"(?<![iI][dD]{_SEPARATOR}{{{number}}}.)" for number in (1, 2, 3, 4)])
-_CHUNK = "|".join([rf"(?<=[cC]hunk[\ _][iI][dD]{_SEPARATOR}{{{number}}}.)" for number in (1, 2, 3, 4)])
-_IN_FILE = "|".join([*[rf"(?<=\.[A-Za-z]{{{length}}}:.)" for length in (1, 2, 3, 4, 5)], "(?<=akefile:.)", "(?<=ocalhost:.)"])
+_CHUNK = "|".join(
+    [rf"(?<=[cC]hunk[\ _][iI][dD]{_SEPARATOR}{{{number}}}.)" for number in (1, 2, 3, 4)]
+)
+_IN_FILE = "|".join(
+    [
+        *[rf"(?<=\.[A-Za-z]{{{length}}}:.)" for length in (1, 2, 3, 4, 5)],
+        "(?<=akefile:.)",
+        "(?<=ocalhost:.)",
+    ]
+)
 
 
 # One pass in linear time: quantifiers are possessive, and every match starts with a character
@@ -118,13 +126,24 @@ _may_be_volatile: Final = look_for(
 """Whether a text or line may have volatile parts. `_VOLATILE` takes ten times as long."""
 
 _UNIX_TIME: Final = "0000000000"
-"""The shape of a possible Unix time, in seconds or smaller units. Only there do the digits matter."""
+"""The shape of a possible Unix time, in seconds or smaller units.
+
+Only there do the digits matter.
+"""
 
 _STAYS: Final = Stays(_VOLATILE, unless=_UNIX_TIME)
 
-# Ids of this request or call, recognized by a prefix or by the word before; ids of records are content.
-_PREFIXES = "|".join([rf"(?<={word}_)(?<![A-Za-z0-9]{word}_)" for word in ("req", "request", "trace", "call", "toolu")])
-_PREFIXED: Final = re.compile(rf"_(?=[A-Za-z0-9]{{8}})(?=[A-Za-z]{{0,24}}+[0-9])(?:{_PREFIXES})[A-Za-z0-9]++(?![_-])")
+# Ids of this request or call, recognized by a prefix or by the word before; ids of records are
+# content.
+_PREFIXES = "|".join(
+    [
+        rf"(?<={word}_)(?<![A-Za-z0-9]{word}_)"
+        for word in ("req", "request", "trace", "call", "toolu")
+    ]
+)
+_PREFIXED: Final = re.compile(
+    rf"_(?=[A-Za-z0-9]{{8}})(?=[A-Za-z]{{0,24}}+[0-9])(?:{_PREFIXES})[A-Za-z0-9]++(?![_-])"
+)
 _NAMED: Final = re.compile(
     r"""
     ([rtcnRTCN](?<![A-Za-z].)(?:(?:(?<=[rR])equest|(?<=[tT])race|(?<=[cC])orrelation)[ _-]?[iI][dD]|(?<=[nN])once)
@@ -143,8 +162,34 @@ _IN_UNIT = r"""
     )
 """
 _TIMED = (
-    *("api", "build", "call", "compile", "compute", "cpu", "elapsed", "exec", "execution", "inference", "load", "parse"),
-    *("process", "processing", "query", "real", "render", "request", "response", "run", "running", "search", "server", "sys"),
+    *(
+        "api",
+        "build",
+        "call",
+        "compile",
+        "compute",
+        "cpu",
+        "elapsed",
+        "exec",
+        "execution",
+        "inference",
+        "load",
+        "parse",
+    ),
+    *(
+        "process",
+        "processing",
+        "query",
+        "real",
+        "render",
+        "request",
+        "response",
+        "run",
+        "running",
+        "search",
+        "server",
+        "sys",
+    ),
     *("system", "total", "user", "wall"),
 )
 _TIMED_SO = "|".join([rf"(?<={word}.)|(?<={word}[_-].)" for word in _TIMED])
@@ -174,7 +219,9 @@ _OF_KEY: Final = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-_IN_WINDOWS: Final = re.compile(r"""(AppData(\\{1,4}|/)Local\2Temp\2)(?:[^\s"'`<>:;,()\[\]{}|*?\\/]++|\2(?!\\))++""")
+_IN_WINDOWS: Final = re.compile(
+    r"""(AppData(\\{1,4}|/)Local\2Temp\2)(?:[^\s"'`<>:;,()\[\]{}|*?\\/]++|\2(?!\\))++"""
+)
 """A path in the temporary folder of Windows. Where backslashes are doubled, a single one begins an
 escape."""
 
@@ -225,7 +272,9 @@ def _normalize(text: str) -> str:
     if _may_name_ids(text):
         text = _NAMED.sub(rf"\1{_GONE}", text)
         text = _PREFIXED.sub(f"_{_GONE}", text)
-        text = _SET.sub(lambda found: "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}", text)
+        text = _SET.sub(
+            lambda found: "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}", text
+        )
     if "\\" in text:  # JSON in a string: the letter of an escape must not join the next word
         if "AppData" in text:
             text = _IN_WINDOWS.sub(_keep_key, text)
@@ -250,7 +299,9 @@ def _leave_out(text: str) -> str:
     for line, shape in zip(text.split("\n"), shapes.split("\n"), strict=True):
         if mark not in shape:
             lines.append(line)
-        elif len(line) > LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # its shape is unique, or ambiguous
+        elif len(line) > LONGEST_SHAPE or not (
+            ascii_alone or line.isascii()
+        ):  # its shape is unique, or ambiguous
             lines.append(_VOLATILE.sub(_GONE, line) if _may_be_volatile(line) else line)
         else:
             take = _STAYS.find(shape)

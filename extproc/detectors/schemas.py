@@ -42,7 +42,9 @@ _WORDS: Final[dict[str, str]] = {
 """The types of JSON Schema (section 6.1.1), in words."""
 
 _BRANCHES: Final = ("allOf", "anyOf", "oneOf")
-_LOOSE: Final = frozenset({*_BRANCHES, "$ref", "$dynamicRef", "if", "patternProperties", "dependentSchemas", "not"})
+_LOOSE: Final = frozenset(
+    {*_BRANCHES, "$ref", "$dynamicRef", "if", "patternProperties", "dependentSchemas", "not"}
+)
 """Keywords beside which `additionalProperties` is often a mistake, so it is ignored."""
 
 _NO_FORM: Final = "in one of the forms that its schema allows"
@@ -101,7 +103,9 @@ class _Search:
         if self._left < 0:
             raise _TooMuchError
 
-    def check(self, schema: Json, value: Json, path: str, depth: int, *, loose: bool = False) -> Fault | None:
+    def check(
+        self, schema: Json, value: Json, path: str, depth: int, *, loose: bool = False
+    ) -> Fault | None:
         """What a part of the schema refuses in a value; `loose`: other parts apply to the same value."""
         self._take(1)
         if depth > _DEEPEST:
@@ -117,20 +121,30 @@ class _Search:
             return self._check_items(schema, value, path, depth)
         return fault
 
-    def _check_values(self, schema: dict[str, Json], names: Sequence[str], value: Json, path: str) -> Fault | None:
+    def _check_values(
+        self, schema: dict[str, Json], names: Sequence[str], value: Json, path: str
+    ) -> Fault | None:
         """Compare a value with `enum` and `const`, if these contain only simple values."""
         allowed = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(allowed, list) or not _is_plain(value):
             return None
         self._take(len(allowed) >> _STEP_BITS)
         possible = [each for each in allowed if not names or _fits(names, each)]
-        if not possible or not all(_is_plain(each) for each in possible) or any(_is_same(each, value) for each in allowed):
+        if (
+            not possible
+            or not all(_is_plain(each) for each in possible)
+            or any(_is_same(each, value) for each in allowed)
+        ):
             return None
         return Fault(WRONG, path, values=tuple([_write(each) for each in possible]))
 
     def _follow(self, reference: Json) -> Json:
         """The part of the schema that a local reference names; None if there is none."""
-        if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > _LONGEST_REFERENCE:
+        if (
+            not isinstance(reference, str)
+            or not reference.startswith("#")
+            or len(reference) > _LONGEST_REFERENCE
+        ):
             return None
         part = self._root
         for step in reference[1:].split("/")[1:]:
@@ -138,15 +152,26 @@ class _Search:
             key = step.replace("~1", "/").replace("~0", "~")
             if isinstance(part, dict):
                 part = part.get(key)
-            elif isinstance(part, list) and key.isdecimal() and len(key) <= _STEP_BITS and int(key) < len(part):
+            elif (
+                isinstance(part, list)
+                and key.isdecimal()
+                and len(key) <= _STEP_BITS
+                and int(key) < len(part)
+            ):
                 part = part[int(key)]
             else:
                 return None
         return part if reference == "#" or reference.startswith("#/") else None
 
-    def _check_parts(self, schema: dict[str, Json], names: Sequence[str], value: Json, path: str, depth: int) -> Fault | None:
+    def _check_parts(
+        self, schema: dict[str, Json], names: Sequence[str], value: Json, path: str, depth: int
+    ) -> Fault | None:
         """What the other parts that apply to the same value refuse."""
-        fault = self.check(self._follow(schema["$ref"]), value, path, depth + 1, loose=True) if "$ref" in schema else None
+        fault = (
+            self.check(self._follow(schema["$ref"]), value, path, depth + 1, loose=True)
+            if "$ref" in schema
+            else None
+        )
         for key in _BRANCHES:
             branches = schema.get(key)
             if fault is None and isinstance(branches, list) and branches:
@@ -154,7 +179,13 @@ class _Search:
         return fault
 
     def _check_branches(  # noqa: PLR0913  # what a check needs
-        self, key: str, names: Sequence[str], branches: list[Json], value: Json, path: str, depth: int
+        self,
+        key: str,
+        names: Sequence[str],
+        branches: list[Json],
+        value: Json,
+        path: str,
+        depth: int,
     ) -> Fault | None:
         """The fault if a part of an `allOf`, or every part of an `anyOf` or `oneOf`, refuses the value."""
         faults: list[Fault] = []
@@ -167,24 +198,36 @@ class _Search:
                 return None
         if key != "allOf":
             return _choose(faults, path)
-        if not faults or _contradict([names, *[_read_types(branch) for branch in branches if isinstance(branch, dict)]]):
+        if not faults or _contradict(
+            [names, *[_read_types(branch) for branch in branches if isinstance(branch, dict)]]
+        ):
             return None
         return faults[0]
 
     def _check_object(
         self, schema: dict[str, Json], value: dict[str, Json], path: str, depth: int, *, loose: bool
     ) -> Fault | None:
-        properties, required, others = schema.get("properties", {}), schema.get("required"), schema.get("additionalProperties")
+        properties, required, others = (
+            schema.get("properties", {}),
+            schema.get("required"),
+            schema.get("additionalProperties"),
+        )
         if not isinstance(properties, dict):
             return None
-        named = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        named = (
+            [name for name in required if isinstance(name, str)]
+            if isinstance(required, list)
+            else []
+        )
         self._take(len(named) >> _STEP_BITS)
         missing = [name for name in dict.fromkeys(named) if name not in value]
         if others is False and any(name not in properties for name in missing):
             return None  # no object fits
         missing = [name for name in missing if not _is_read_only(properties.get(name))]
         if missing:
-            long = not path and not value and any(_is_text(properties.get(name)) for name in missing)
+            long = (
+                not path and not value and any(_is_text(properties.get(name)) for name in missing)
+            )
             return Fault(MISSING, path, tuple(missing), long=long)
         closed = others is False and not loose and _LOOSE.isdisjoint(schema)
         for name, item in value.items():
@@ -195,13 +238,19 @@ class _Search:
                 self._take(len(properties) >> _STEP_BITS)
                 fault = Fault(UNKNOWN, path, (name,), known=tuple(properties))
             else:
-                inside = others if isinstance(others, dict) and "patternProperties" not in schema else None
+                inside = (
+                    others
+                    if isinstance(others, dict) and "patternProperties" not in schema
+                    else None
+                )
                 fault = self.check(inside, item, join_path(path, name), depth + 1)
             if fault is not None:
                 return fault
         return None
 
-    def _check_items(self, schema: dict[str, Json], value: list[Json], path: str, depth: int) -> Fault | None:
+    def _check_items(
+        self, schema: dict[str, Json], value: list[Json], path: str, depth: int
+    ) -> Fault | None:
         items = schema.get("items")
         if "prefixItems" in schema or not isinstance(items, dict):
             return None
@@ -223,8 +272,12 @@ def _choose(faults: list[Fault], path: str) -> Fault:
         values = dict.fromkeys([text for fault in own for text in fault.values])
         if not (wanted and values):
             return Fault(WRONG, path, wanted=tuple(wanted), values=tuple(values))
-    elif all(fault.kind == MISSING and fault.path == path and len(fault.names) == 1 for fault in inside):
-        return Fault(MISSING, path, tuple(dict.fromkeys([fault.names[0] for fault in inside])), any_of=True)
+    elif all(
+        fault.kind == MISSING and fault.path == path and len(fault.names) == 1 for fault in inside
+    ):
+        return Fault(
+            MISSING, path, tuple(dict.fromkeys([fault.names[0] for fault in inside])), any_of=True
+        )
     return Fault(WRONG, path, wanted=(_NO_FORM,))
 
 
@@ -262,7 +315,9 @@ def _fits(names: Sequence[str], value: Json) -> bool:
         return "array" in names
     if isinstance(value, dict):
         return "object" in names
-    return "number" in names or ("integer" in names and not (isinstance(value, Raw) and bytes(value).find(b"e-") >= 0))
+    return "number" in names or (
+        "integer" in names and not (isinstance(value, Raw) and bytes(value).find(b"e-") >= 0)
+    )
 
 
 def _contradict(parts: Sequence[Sequence[str]]) -> bool:
@@ -282,7 +337,11 @@ def _is_same(one: Json, other: Json) -> bool:
 
 def _write(value: Json) -> str:
     """A simple value, as in JSON but without quotes."""
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {True: "true", False: "false", None: "null"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )
 
 
 def _is_read_only(schema: Json) -> bool:

@@ -69,7 +69,9 @@ def find_steps(text: str) -> list[tuple[int, int, int, int]]:
     for mark in _MARK.finditer(text, max(0, len(text) - _LOOKED_AT)):
         kind = mark.lastgroup
         if kind == _ENDS:
-            if not observes or mark[_ENDS].lower() == _BEGIN:  # otherwise, it is part of the observation
+            if (
+                not observes or mark[_ENDS].lower() == _BEGIN
+            ):  # otherwise, it is part of the observation
                 steps, begins, acted, observes = [], -1, -1, False
         elif kind == _ACTS:
             if observes:

@@ -47,7 +47,10 @@ class Tail(Similarity):
         unasked: dict[str, int] = {}
         said = [
             conversation.model.encode() + _NEXT_PART + conversation.before.after,
-            *[_write_message(message, document, unasked) for message in islice(messages, self._messages)],
+            *[
+                _write_message(message, document, unasked)
+                for message in islice(messages, self._messages)
+            ],
         ]
         return _NEXT_MESSAGE.join(said + _find_calls(messages, unasked)), None
 
@@ -87,7 +90,10 @@ def _write_message(message: Message, document: Document, unasked: dict[str, int]
 
 
 def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> list[bytes]:
-    """The older calls whose results are in the tail: `ok` after a different call is a different result."""
+    """The older calls whose results are in the tail.
+
+    `ok` after a different call is a different result.
+    """
     fields: list[bytes] = []
     for message in messages if unasked else ():
         parts = message.read_parts()

@@ -28,7 +28,9 @@ from extproc.objects import JsonObject, Place
 from extproc.request.document import ABSENT, Document, NotCounted, open_value, write_canonical
 from extproc.request.quoting import quote_all
 
-NO_CALLS: Final = "no calls that count: none since the user's last message, or only of tools that are allowed"
+NO_CALLS: Final = (
+    "no calls that count: none since the user's last message, or only of tools that are allowed"
+)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _NEXT_CALL: Final = b"\xfe"
 _NOT_SAID: Final = frozenset({TOOL, "function", OTHER_ROLE})
@@ -84,7 +86,11 @@ class ShownCall:
     @property
     def images(self) -> bytes:
         """A digest of the images beside the result; empty if there are none. See `Part`."""
-        return digest_images(self._answer) if self._answer is not None and self._answer.images is not ABSENT else b""
+        return (
+            digest_images(self._answer)
+            if self._answer is not None and self._answer.images is not ABSENT
+            else b""
+        )
 
     def spell(self, *, results: bool) -> bytes:
         """All that is compared, for a fingerprint."""
@@ -135,7 +141,10 @@ class ToolCalls(HistorySimilarity):
     def show(self, document: Document) -> list[str]:
         """The calls that are compared, oldest first; see `Similarity`."""
         found = Newest(self._list_counted(document)).newest(self._limits.widest)
-        named = [call.spell(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
+        named = [
+            call.spell(results=self._results).replace(_SEPARATOR, b" | ").decode()
+            for call in reversed(found)
+        ]
         return named or [NO_CALLS]
 
     def describe(self, repeat: Repeat | None) -> str:
@@ -153,11 +162,23 @@ class ToolCalls(HistorySimilarity):
         """Thresholds that exceed the window and are never reached; see `Similarity`."""
         threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
         tools = loop.get("tools")
-        limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
+        limits: list[tuple[Place, Any, Any]] = [
+            ((*place, "threshold_identical_requests"), threshold, window)
+        ]
         for name, tool in tools.items() if isinstance(tools, dict) else ():
-            if isinstance(tool, dict) and tool.get("allow") is not True and not {"threshold", "window_calls"}.isdisjoint(tool):
+            if (
+                isinstance(tool, dict)
+                and tool.get("allow") is not True
+                and not {"threshold", "window_calls"}.isdisjoint(tool)
+            ):
                 own, last = tool.get("threshold"), tool.get("window_calls")
-                limits.append(((*place, "tools", name), threshold if own is None else own, window if last is None else last))
+                limits.append(
+                    (
+                        (*place, "tools", name),
+                        threshold if own is None else own,
+                        window if last is None else last,
+                    )
+                )
         for where, least, most in limits:
             if isinstance(least, int) and isinstance(most, int) and least > most:
                 never = f"a threshold of {least} is never reached among the last {most} calls"
@@ -202,14 +223,27 @@ class ToolCalls(HistorySimilarity):
             # A tool with its own entry has a window of its own calls, so that other calls cannot
             # displace them.
             looked_at = calls.newest(limit.window_calls if shared else MAX_CALLS)
-            among = looked_at if shared else [other for other in looked_at if other.name == call.name][: limit.window_calls]
+            among = (
+                looked_at
+                if shared
+                else [other for other in looked_at if other.name == call.name][: limit.window_calls]
+            )
             equal = [other for other in among if self._same(call, other)]
             count = len(equal)
             if count >= limit.threshold and self._is_work(calls, equal[: limit.threshold]):
                 count = limit.threshold - 1
-            found = Repeat((call.name[:MAX_NAME],), count, len(among), limit.threshold, self._results, limit.reason)
+            found = Repeat(
+                (call.name[:MAX_NAME],),
+                count,
+                len(among),
+                limit.threshold,
+                self._results,
+                limit.reason,
+            )
             candidates.append(found)
-        return max(candidates, key=lambda candidate: (candidate.looping, candidate.count), default=None)
+        return max(
+            candidates, key=lambda candidate: (candidate.looping, candidate.count), default=None
+        )
 
     def _is_work(self, calls: Newest[ShownCall], equal: Sequence[ShownCall]) -> bool:
         """Whether equal calls, newest first, have too many new turns between them for a loop: edit, run, edit, run."""
@@ -222,7 +256,10 @@ class ToolCalls(HistorySimilarity):
         for call in calls.newest(MAX_CALLS):
             made[call.turn].add(call.spell(results=self._results))
         rounds = [frozenset(made[turn]) for turn in range(max(made) + 1)]
-        return sum([rounds[turn] not in rounds[turn + 1 :] for turn in between if rounds[turn]]) > allowed
+        return (
+            sum([rounds[turn] not in rounds[turn + 1 :] for turn in between if rounds[turn]])
+            > allowed
+        )
 
     def _cycle(self, calls: Newest[ShownCall]) -> Repeat | None:
         """The shortest cycle of different calls that has enough rounds, if any."""
@@ -253,7 +290,10 @@ def _name_calls(repeat: Repeat) -> str:
     if not repeat.looping:
         return f"{names} was called in a loop, and this same call stays refused for a while"
     if len(repeat.tools) > 1:
-        return f"the last {repeat.calls} tool calls were {repeat.count} rounds of the same {len(repeat.tools)} calls ({names})"
+        return (
+            f"the last {repeat.calls} tool calls were {repeat.count} rounds of the same "
+            f"{len(repeat.tools)} calls ({names})"
+        )
     same = "the same arguments and the same result" if repeat.results else "the same arguments"
     return f"{repeat.count} of the last {repeat.calls} tool calls were {names} with {same}"
 
@@ -274,7 +314,10 @@ def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[ShownCal
         speaks = message.speaker == ASSISTANT
         if reset and (wrapped and not answered if speaks else _is_said(message.speaker, parts)):
             return
-        answered, wrapped = not speaks and answered, not speaks and (wrapped or message.speaker not in _NOT_SAID)
+        answered, wrapped = (
+            not speaks and answered,
+            not speaks and (wrapped or message.speaker not in _NOT_SAID),
+        )
         for part in reversed(parts):
             kind = part.kind
             if kind == RESULT:

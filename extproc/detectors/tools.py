@@ -12,16 +12,80 @@ READS, CHANGES = 64, 128
 """Flags: a tool only reads; it changes what others may read."""
 
 _READING: Final = frozenset(
-    ("read", "get", "list", "ls", "dir", "cat", "head", "view", "show", "open", "find", "search", "grep",
-     "glob", "tree", "pwd", "stat", "describe", "fetch", "query", "lookup", "look", "status", "check", "inspect",
-     "count", "exists", "diff")
-)  # fmt: skip  # one list
+    (
+        "read",
+        "get",
+        "list",
+        "ls",
+        "dir",
+        "cat",
+        "head",
+        "view",
+        "show",
+        "open",
+        "find",
+        "search",
+        "grep",
+        "glob",
+        "tree",
+        "pwd",
+        "stat",
+        "describe",
+        "fetch",
+        "query",
+        "lookup",
+        "look",
+        "status",
+        "check",
+        "inspect",
+        "count",
+        "exists",
+        "diff",
+    )
+)
 _CHANGING: Final = frozenset(
-    ("write", "edit", "create", "update", "delete", "remove", "insert", "append", "replace", "patch", "apply", "move",
-     "rename", "copy", "mkdir", "rmdir", "rm", "mv", "cp", "touch", "tee", "ln", "chmod", "chown", "put", "post",
-     "set", "add", "save", "upload", "send", "commit", "push", "merge", "submit", "install", "uninstall", "drop",
-     "alter")
-)  # fmt: skip  # one list
+    (
+        "write",
+        "edit",
+        "create",
+        "update",
+        "delete",
+        "remove",
+        "insert",
+        "append",
+        "replace",
+        "patch",
+        "apply",
+        "move",
+        "rename",
+        "copy",
+        "mkdir",
+        "rmdir",
+        "rm",
+        "mv",
+        "cp",
+        "touch",
+        "tee",
+        "ln",
+        "chmod",
+        "chown",
+        "put",
+        "post",
+        "set",
+        "add",
+        "save",
+        "upload",
+        "send",
+        "commit",
+        "push",
+        "merge",
+        "submit",
+        "install",
+        "uninstall",
+        "drop",
+        "alter",
+    )
+)
 _OWN: Final = frozenset({"todo", "todos", "think", "thought", "plan", "note", "notes", "memory"})
 """Words for an agent's own notes, which other tools do not read."""
 
@@ -55,7 +119,9 @@ class ToolLimits:
         widest: the widest window, in calls.
     """
 
-    def __init__(self, threshold: int, tools: dict[str, Limit] | None = None, window_calls: int = 0) -> None:
+    def __init__(
+        self, threshold: int, tools: dict[str, Limit] | None = None, window_calls: int = 0
+    ) -> None:
         """Names in `tools` may contain `*` for anything.
 
         An exact name comes first, then the first matching pattern.
@@ -65,7 +131,9 @@ class ToolLimits:
         self.lowest = min([threshold, *[limit.threshold for limit in self._tools.values()]])
         self.highest = max([threshold, *[limit.threshold for limit in self._tools.values()]])
         self.widest = max([window_calls, *[limit.window_calls for limit in self._tools.values()]])
-        self._patterns = [(name.split("*"), limit) for name, limit in self._tools.items() if "*" in name]
+        self._patterns = [
+            (name.split("*"), limit) for name, limit in self._tools.items() if "*" in name
+        ]
 
     def of(self, names: Sequence[str]) -> Limit:
         """The limit of tools used in parallel: the highest threshold; if one of them is exempt, all are."""
@@ -75,12 +143,16 @@ class ToolLimits:
             return self._of_one(names[0])
         limits = [self._of_one(name) for name in names]
         reason = next((limit.reason for limit in limits if limit.reason), "")
-        return Limit(max([limit.threshold for limit in limits]), reason, any(limit.allow for limit in limits))
+        return Limit(
+            max([limit.threshold for limit in limits]), reason, any(limit.allow for limit in limits)
+        )
 
     def _of_one(self, name: str) -> Limit:
         limit = self._tools.get(name)
         if limit is None:
-            limit = next((limit for pattern, limit in self._patterns if matches(name, pattern)), self.default)
+            limit = next(
+                (limit for pattern, limit in self._patterns if matches(name, pattern)), self.default
+            )
         return limit
 
 
@@ -115,7 +187,10 @@ def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Pla
     tools = loop.get("tools")
     for name, tool in tools.items() if isinstance(tools, dict) else ():
         if isinstance(tool, dict) and tool.get("window_calls") is not None:
-            yield (*place, "tools", name, "window_calls"), "window_calls belongs to similarity tool_calls"
+            yield (
+                (*place, "tools", name, "window_calls"),
+                "window_calls belongs to similarity tool_calls",
+            )
 
 
 def matches(name: str, pattern: Sequence[str]) -> bool:

@@ -16,7 +16,15 @@ from msgspec import Raw, json
 
 from extproc.apis import find_hints
 from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result
-from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, Group, Message, MessageFacts
+from extproc.apis.conversation import (
+    ASSISTANT,
+    TOOLS,
+    USER,
+    Conversation,
+    Group,
+    Message,
+    MessageFacts,
+)
 from extproc.apis.messages import OTHER, RESULT, TEXT, Part
 from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, number_id, read_action, read_failed_call
@@ -24,12 +32,26 @@ from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains
 from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.failures import MISSING as NOT_FOUND
-from extproc.detectors.results import MAX_NORMALIZED, count_lines, differ_in_lines, may_be_equal, normalize, normalize_head
+from extproc.detectors.results import (
+    MAX_NORMALIZED,
+    count_lines,
+    differ_in_lines,
+    may_be_equal,
+    normalize,
+    normalize_head,
+)
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.looks import look_for
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
-from extproc.request.document import ABSENT, INSPECTION, MAX_STEPS, Document, open_value, write_canonical
+from extproc.request.document import (
+    ABSENT,
+    INSPECTION,
+    MAX_STEPS,
+    Document,
+    open_value,
+    write_canonical,
+)
 
 _NEXT: Final = "\x1e"  # a record separator (ASCII), which texts rarely contain
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
@@ -101,20 +123,29 @@ class Reading:
         in_text: it is a scratchpad.
     """
 
-    def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
+    def __init__(
+        self, conversation: Conversation, document: Document, ignored: frozenset[str]
+    ) -> None:
         self.conversation = conversation
         self.document = document
         self.ignored = ignored
         self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
         newest = self.newest = conversation.open_newest()
-        self.unfolded = unfold(newest) if newest is not None and newest.speaker in {USER, ASSISTANT} else []
+        self.unfolded = (
+            unfold(newest) if newest is not None and newest.speaker in {USER, ASSISTANT} else []
+        )
         self.in_text = len(self.unfolded) > 1
 
     def count_turns(self, most: int) -> int:
         """The number of turns, up to `most`, if all but the newest were answered; -1 if only reading them would tell."""
         conversation, first = self.conversation, 1 if self.conversation.prefilled else 0
-        if self.in_text or conversation.elsewhere or self.document.shortened or len(conversation) > MAX_STEPS:
+        if (
+            self.in_text
+            or conversation.elsewhere
+            or self.document.shortened
+            or len(conversation) > MAX_STEPS
+        ):
             return -1
         for number in range(first, first + most):
             group = conversation.find_group(number)
@@ -160,10 +191,18 @@ class ShownTurns:
     def __next__(self) -> Turn:
         """The next older turn."""
         while self._left:
-            turn, newer = self._read_step() if self._reading.in_text else self._read_shown(), self._newer
+            turn, newer = (
+                self._read_step() if self._reading.in_text else self._read_shown(),
+                self._newer,
+            )
             if turn is None:
                 break
-            if not turn.answered and newer is not None and (newer.calls or not newer.known) and not turn.calls:
+            if (
+                not turn.answered
+                and newer is not None
+                and (newer.calls or not newer.known)
+                and not turn.calls
+            ):
                 continue  # a thought before the next message
             self._left -= 1
             self._newer = turn
@@ -183,7 +222,9 @@ class ShownTurns:
         self._number = -1
         conversation.check_count()
         unknown = conversation.elsewhere
-        if self._newer is None and reading.newest is not None:  # results in the newest message mean that there was an action
+        if (
+            self._newer is None and reading.newest is not None
+        ):  # results in the newest message mean that there was an action
             unknown = unknown or RESULT in [part.kind for part in reading.newest.read_parts()]
         if unknown and not reading.document.shortened:
             oldest = conversation.find_group(number - 1) if number else None
@@ -200,7 +241,9 @@ class ShownTurns:
                 self._behind.append(message)
                 continue
             behind, self._behind = self._behind, []
-            return Turn(self._reading, Group(-1, -1, -1, None, answered=len(behind) > 0), message, behind)
+            return Turn(
+                self._reading, Group(-1, -1, -1, None, answered=len(behind) > 0), message, behind
+            )
         return None
 
 
@@ -217,7 +260,13 @@ class ActionFacts:
         units: units for reading the action; see `Inspection`.
     """
 
-    def __init__(self, ignored: frozenset[str], messages: list[MessageFacts], action: AssistantAction, units: int) -> None:
+    def __init__(
+        self,
+        ignored: frozenset[str],
+        messages: list[MessageFacts],
+        action: AssistantAction,
+        units: int,
+    ) -> None:
         self.ignored = ignored
         self.messages = messages
         self.names = action.names
@@ -278,7 +327,9 @@ class ResultFacts:
         words: as in `Turn`.
     """
 
-    def __init__(self, ignored: frozenset[str], messages: list[MessageFacts], result: _Result, units: int) -> None:
+    def __init__(
+        self, ignored: frozenset[str], messages: list[MessageFacts], result: _Result, units: int
+    ) -> None:
         self.ignored = ignored
         self.messages = messages
         self.units = units
@@ -311,7 +362,11 @@ class Turn:
     """
 
     def __init__(
-        self, reading: Reading, group: Group, message: Message | None = None, behind: list[Message] | None = None
+        self,
+        reading: Reading,
+        group: Group,
+        message: Message | None = None,
+        behind: list[Message] | None = None,
     ) -> None:
         """In a scratchpad, `message` is the assistant's part of the text, and `behind` what follows it, newest first."""
         facts = group.facts
@@ -355,8 +410,15 @@ class Turn:
         """The messages after the assistant's, newest first."""
         if self._behind is None:
             conversation, group = self._reading.conversation, self._group
-            places = [(at, conversation.find_facts(at).speaker) for at in range(group.end - 1, group.place, -1)]
-            self._behind = [Message(conversation.shape, speaker, at, conversation) for at, speaker in places if speaker]
+            places = [
+                (at, conversation.find_facts(at).speaker)
+                for at in range(group.end - 1, group.place, -1)
+            ]
+            self._behind = [
+                Message(conversation.shape, speaker, at, conversation)
+                for at, speaker in places
+                if speaker
+            ]
         return self._behind
 
     @property
@@ -366,8 +428,12 @@ class Turn:
             group, ignored = self._group, self._reading.ignored
             holder = group.facts
             kept = holder.action if holder is not None else None
-            if isinstance(kept, ActionFacts) and (kept.ignored is ignored or kept.ignored == ignored):
-                end = group.place + 1 if kept.names else group.end  # without names, later messages were searched, too
+            if isinstance(kept, ActionFacts) and (
+                kept.ignored is ignored or kept.ignored == ignored
+            ):
+                end = (
+                    group.place + 1 if kept.names else group.end
+                )  # without names, later messages were searched, too
                 if kept.messages == self._list_others(end):
                     INSPECTION.take(kept.units)
                     self._did = kept
@@ -376,7 +442,10 @@ class Turn:
             action = self._action = self._read_action()
             others = self._list_others(group.place + 1 if action.names else group.end)
             made = self._did = ActionFacts(ignored, others, action, left - INSPECTION.left)
-            small = len(action.names) <= _MOST_NAMES_KEPT and sum([len(name) for name in action.names]) <= _LONGEST_NAMES_KEPT
+            small = (
+                len(action.names) <= _MOST_NAMES_KEPT
+                and sum([len(name) for name in action.names]) <= _LONGEST_NAMES_KEPT
+            )
             if holder is not None and small:
                 holder.action = made
         return self._did
@@ -398,7 +467,11 @@ class Turn:
         """The result: everything after the action."""
         if self._came is None:
             _ = self.did
-            holder, ignored, others = self._group.facts, self._reading.ignored, self._list_others(self._group.end)
+            holder, ignored, others = (
+                self._group.facts,
+                self._reading.ignored,
+                self._list_others(self._group.end),
+            )
             kept = holder.result if holder is not None else None
             if (
                 isinstance(kept, ResultFacts)
@@ -512,7 +585,11 @@ class Turn:
         if not self.may_normalize():
             return self.raw
         if came.normalized is None:
-            came.normalized = self.raw if self.normal == self.result else digest(self.normal.encode() + came.images)
+            came.normalized = (
+                self.raw
+                if self.normal == self.result
+                else digest(self.normal.encode() + came.images)
+            )
         return came.normalized
 
     @property
@@ -539,7 +616,13 @@ class Turn:
         if came.failure is None:
             text = self.result
             came.failure = read_failure(text, failed=came.marked)
-            if came.failure == NO_FAILURE and self.known and not came.returned and not self.names and complains(text):
+            if (
+                came.failure == NO_FAILURE
+                and self.known
+                and not came.returned
+                and not self.names
+                and complains(text)
+            ):
                 came.failure = FATAL
         return came.failure
 
@@ -574,7 +657,11 @@ class Turn:
             if came.size >= _LONG_RESULT:
                 flags |= LONG
             talks = self.known and not did.names and not came.returned
-            if talks and (flags & LONG or self.failed) and reading.conversation.find_offer() == TOOLS:
+            if (
+                talks
+                and (flags & LONG or self.failed)
+                and reading.conversation.find_offer() == TOOLS
+            ):
                 flags = flags & ~LONG | PASSING  # text counts little if the agent has tools
             self._evidence = flags
         return self._evidence
@@ -582,7 +669,11 @@ class Turn:
     @property
     def words(self) -> bytes:
         """A digest, 8 bytes, of a user's words, without digits; empty if there are none, or if they answer an action."""
-        if self.names or USER not in [message.speaker for message in self._list_behind()] or self.returned:
+        if (
+            self.names
+            or USER not in [message.speaker for message in self._list_behind()]
+            or self.returned
+        ):
             return b""
         came = self.came
         if came.words is None:
@@ -604,7 +695,12 @@ class Turn:
     def identify(self) -> bytes:
         """Distinguishes this turn from equal ones: everything that the assistant wrote, including thoughts, and ids."""
         message = self._open()
-        return _encode([message.list_values() if message is not None else None, sorted(set(self._open_result().ids))])
+        return _encode(
+            [
+                message.list_values() if message is not None else None,
+                sorted(set(self._open_result().ids)),
+            ]
+        )
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
@@ -641,17 +737,23 @@ class Turn:
                     results.append(made.read(part, len(results)))
                 else:
                     made.whole |= part.kind == OTHER and part.value is ABSENT
-                    others.append(strike_injected(_write_said(message, part, self._reading.document)))
+                    others.append(
+                        strike_injected(_write_said(message, part, self._reading.document))
+                    )
         made.returned = any(text for _, text in results) or len(images) > 0
         made.images = digest(b"".join(sorted(set(images)))) if images else b""
         if made.returned:
             others = [text for text in others if not is_injected(text)]
-        known = [text for text in others if not INJECTED_TAGS.issuperset(find_wrappers(text) or [""])]
+        known = [
+            text for text in others if not INJECTED_TAGS.issuperset(find_wrappers(text) or [""])
+        ]
         if results or known:
             others = known
         if len(results) > 1:
             places = self.action.places
-            ranked = sorted([(places.get(identity, len(places)), text) for identity, text in results])
+            ranked = sorted(
+                [(places.get(identity, len(places)), text) for identity, text in results]
+            )
             results = [("", text) for _, text in dict.fromkeys(ranked)]
         made.text = _NEXT.join([*[text for _, text in results], *[text for text in others if text]])
         return made
@@ -704,7 +806,11 @@ def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, its first name (cut to fit) or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
-    rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
+    rest = (
+        kept.names[0].encode()[: _ENTRY_NAME - len(failure)]
+        if kept.names
+        else _write_bits(kept.words)
+    )
     flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
     return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
 
@@ -713,13 +819,17 @@ def decode_turn(entry: bytes) -> Reduced:
     """The turn in an entry from `encode_turn`; an unknown turn for an empty entry."""
     entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
-    action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
+    action, raw, normalized = [
+        entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)
+    ]
     rest = entry[REST:]
     name = rest.decode("utf-8", "ignore")
     known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
     names, words = ((name,), b"") if name else ((), _read_bits(rest[:_WORDS_BITS], _DIGEST))
     failure = get_failure_id(entry)
-    return Reduced(known, returned, failed, action, raw, normalized, names, flags & _EVIDENCE, words, failure)
+    return Reduced(
+        known, returned, failed, action, raw, normalized, names, flags & _EVIDENCE, words, failure
+    )
 
 
 def get_failure_id(entry: bytes) -> bytes:
@@ -765,7 +875,9 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
 
 def digest_images(part: Part) -> bytes:
     """A digest of a part's images."""
-    return digest(bytes(part.images) if isinstance(part.images, Raw) else write_canonical(part.images))
+    return digest(
+        bytes(part.images) if isinstance(part.images, Raw) else write_canonical(part.images)
+    )
 
 
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
@@ -781,7 +893,11 @@ def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
             return True
         if not normalized or not may_be_equal(one.head, other.head):
             return False
-        if one.may_normalize() and other.may_normalize() and differ_in_lines(mine.lines, others.lines):
+        if (
+            one.may_normalize()
+            and other.may_normalize()
+            and differ_in_lines(mine.lines, others.lines)
+        ):
             return False
         return one.normal_id == other.normal_id
     return one.raw == other.raw or (normalized and one.normalized == other.normalized)
@@ -805,7 +921,9 @@ def may_fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
 
 def fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
     """Whether both turns failed with the same result, numbers aside."""
-    return may_fail_alike(one, other) and one.failure_id != b"" and one.failure_id == other.failure_id
+    return (
+        may_fail_alike(one, other) and one.failure_id != b"" and one.failure_id == other.failure_id
+    )
 
 
 def weigh(turns: Sequence[AnyTurn]) -> str:
@@ -850,7 +968,9 @@ def _strike(text: str, start: str, end: str) -> str:
     return "".join([*pieces, text[place:]])
 
 
-def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
+def read_turns(
+    conversation: Conversation, document: Document, ignored: frozenset[str]
+) -> Iterator[Turn]:
     """The turns of the conversation in a document, newest first."""
     return ShownTurns(Reading(conversation, document, ignored), MAX_STEPS)
 

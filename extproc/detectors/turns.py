@@ -51,8 +51,13 @@ NESTED_PROMPT = "nested_prompt"
 REPEATED_ENDING = "repeated_ending"
 NO_TURNS = "no turns: the assistant has not done anything yet"
 _FAILING = "Tool failing"
-_WIDESPREAD = "It fails in the same way for other agents at this time, so its server is probably the cause"
-_WAIT = "Wait before you try it again. Until then, do what does not need it, or stop and report the result you have so far."
+_WIDESPREAD = (
+    "It fails in the same way for other agents at this time, so its server is probably the cause"
+)
+_WAIT = (
+    "Wait before you try it again. Until then, do what does not need it, or stop and report "
+    "the result you have so far."
+)
 _OWN_MISTAKE = re.compile(
     r"\b(?:arguments?|param(?:s|eters?)?|required|validation|schema|usage)\b|-3260[12]\b|\b(?:unknown|no such|invalid) tool\b"
     r"|\bnot a valid tool\b|\bsyntax error\b",
@@ -99,7 +104,9 @@ class Turns(HistorySimilarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         ignored = frozenset(keys.ignore_arguments)
-        self.ignored = THOUGHTS if ignored == THOUGHTS else ignored  # the same object, because comparing sets is slow
+        self.ignored = (
+            THOUGHTS if ignored == THOUGHTS else ignored
+        )  # the same object, because comparing sets is slow
         steps = keys.list_steps(self.default_threshold)
         self._strictest = steps[-1].make_limits(self.default_threshold)
         self._most = max(USUAL_TURNS, count_window(self._strictest.highest))
@@ -107,18 +114,27 @@ class Turns(HistorySimilarity):
         self.rule = rules[0]
         self._rules = list(enumerate(rules))[::-1]
         self.last_step = len(rules) - 1
-        self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
+        self._patient = (
+            None
+            if keys.weak_threshold is None
+            else self._make_patient_rules(keys, keys.weak_threshold)
+        )
         self._cooldown = keys.cooldown_seconds > 0  # a turn outside a loop may then be refused
         self._finds_failures = keys.incidents
         self.looks_back = keys.steers
         self._number = next(_NUMBERS)
 
-    def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
+    def _make_patient_rules(
+        self, keys: SimilarityKeys, threshold: int
+    ) -> list[tuple[int, TurnRule]]:
         """The rules by which weak loops get more than the mildest action, strictest first, each with the step it allows."""
         if self.last_step <= 1:
             return [(self.last_step, self._make_rule(keys.wait_until(threshold), USUAL_TURNS))]
         strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), USUAL_TURNS)
-        return [(self.last_step, strictest), (1, self._make_rule(keys.wait_until(threshold), USUAL_TURNS - _NOW_STRICTEST))]
+        return [
+            (self.last_step, strictest),
+            (1, self._make_rule(keys.wait_until(threshold), USUAL_TURNS - _NOW_STRICTEST)),
+        ]
 
     def _make_rule(self, keys: SimilarityKeys, filled: int = 0, *, notes: bool = False) -> TurnRule:
         return TurnRule(
@@ -146,12 +162,18 @@ class Turns(HistorySimilarity):
         found = self.find_loop(history)
         if newest is None or (found is None and not self._cooldown):
             return b"", self.look_back(history, found)
-        return self.rule.spell(newest), self.look_back(history, found or self.rule.count(history, newest))
+        return self.rule.spell(newest), self.look_back(
+            history, found or self.rule.count(history, newest)
+        )
 
-    def compare_in_session(self, document: Document, *, named: bool = True) -> tuple[bytes, Repeat | None, Memory | None]:
+    def compare_in_session(
+        self, document: Document, *, named: bool = True
+    ) -> tuple[bytes, Repeat | None, Memory | None]:
         """The newest turn even without a loop, because earlier requests may complete one; see `Similarity`."""
         history = self.rule.read(document)
-        if history.elsewhere and not (named and history.after):  # a plain prompt contains all turns as text
+        if history.elsewhere and not (
+            named and history.after
+        ):  # a plain prompt contains all turns as text
             return *self.compare(document), None
         found = self.find_loop(history)
         kept = history.store_newest(named=named)
@@ -162,7 +184,8 @@ class Turns(HistorySimilarity):
             if history.elsewhere or (kept is not None and kept.in_text)
             else find_place(
                 history.reading.conversation,
-                prefilled=history.reading.conversation.prefilled or (kept is not None and kept.place > 0),
+                prefilled=history.reading.conversation.prefilled
+                or (kept is not None and kept.place > 0),
             )
             if history.reading is not None
             else None
@@ -186,15 +209,34 @@ class Turns(HistorySimilarity):
         times, words = count_nested(text)
         step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
         if step >= 0:
-            found = Repeat((), times, times, self.rule.threshold, results=True, rule=NESTED_PROMPT, step=step, strength=WEAK)
+            found = Repeat(
+                (),
+                times,
+                times,
+                self.rule.threshold,
+                results=True,
+                rule=NESTED_PROMPT,
+                step=step,
+                strength=WEAK,
+            )
             if self._patient is not None:
-                reach = next((reach for reach, rule in self._patient if rule.threshold <= times), None)
+                reach = next(
+                    (reach for reach, rule in self._patient if rule.threshold <= times), None
+                )
                 found = found._replace(step=min(step, reach or 0), held=reach is None)
             return digest(words.encode()), found
         times, lines = count_endings(text, self.rule.threshold + 1)
         if not times:
             return None
-        found = Repeat((), times, times, self.rule.threshold + 1, results=True, rule=REPEATED_ENDING, strength=WEAK)
+        found = Repeat(
+            (),
+            times,
+            times,
+            self.rule.threshold + 1,
+            results=True,
+            rule=REPEATED_ENDING,
+            strength=WEAK,
+        )
         return digest(lines), found._replace(held=True, notes_only=True)
 
     def find_loop(self, history: History) -> Repeat | None:
@@ -215,13 +257,17 @@ class Turns(HistorySimilarity):
 
     def _narrow(self, history: History) -> History:
         """The turns to compare: more than usual only if thresholds of the newest turn's tools need them."""
-        newest = history.at(1 if only_speaks(history.at(0)) else 0)  # before a prefill, a turn may be in a loop
+        newest = history.at(
+            1 if only_speaks(history.at(0)) else 0
+        )  # before a prefill, a turn may be in a loop
         if newest is None or history.at(self.rule.fewest - 1) is None:
             return history
         most = max(USUAL_TURNS, count_window(self._strictest.of(newest.names).threshold))
         return history if most == self._most else History(islice(follow(history, 0), most))
 
-    def look_back(self, history: History, found: Repeat | None, place: ChainPlace | None = None) -> Repeat | None:
+    def look_back(
+        self, history: History, found: Repeat | None, place: ChainPlace | None = None
+    ) -> Repeat | None:
         """Add the loops that the history showed earlier to a loop; if it has left one, they are added to `_NO_REPEAT`.
 
         Most requests are in no loop, nor were those before them; their places in the chain tell.
@@ -238,7 +284,11 @@ class Turns(HistorySimilarity):
             _LOOPED.put((self._number, place.node), looping)
         if last is None:
             return found if found is None else _add_earlier(found, _NO_LOOPS)
-        earlier = self.find_loop(History(follow(history, 2))) if found is not None and found.looping else None
+        earlier = (
+            self.find_loop(History(follow(history, 2)))
+            if found is not None and found.looping
+            else None
+        )
         return _add_earlier(found or _NO_REPEAT, EarlierLoops(last, earlier, self.rule.spell(left)))
 
     def was_in_no_loop(self, place: ChainPlace) -> bool:
@@ -249,7 +299,9 @@ class Turns(HistorySimilarity):
         """The loop; a weak one is limited to the step it may take, or held below its threshold."""
         if self._patient is None or found.strength != WEAK or found.notes_only:
             return found
-        reach = next((step for step, rule in self._patient if rule.find_loop(history) is not None), None)
+        reach = next(
+            (step for step, rule in self._patient if rule.find_loop(history) is not None), None
+        )
         return found._replace(step=min(found.step, reach or 0), held=reach is None)
 
     def show(self, document: Document) -> list[str]:
@@ -292,11 +344,21 @@ class Turns(HistorySimilarity):
         threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
         if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
             where = (*place, "threshold_identical_requests")
-            yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns, not {threshold}"
+            yield (
+                where,
+                (
+                    f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity "
+                    "turns, "
+                    f"not {threshold}"
+                ),
+            )
         weak = loop.get("weak_threshold")
         least = Turns.default_threshold if threshold is None else threshold
         if isinstance(weak, int) and isinstance(least, int) and MIN_WEAK <= weak < least:
-            fits = f"weak_threshold must be >= threshold_identical_requests, which is {least}, not {weak}"
+            fits = (
+                f"weak_threshold must be >= threshold_identical_requests, which is {least}, "
+                f"not {weak}"
+            )
             yield (*place, "weak_threshold"), fits
         for name, tool in tools.items() if isinstance(tools, dict) else ():
             if not isinstance(tool, dict):
@@ -312,11 +374,17 @@ class Turns(HistorySimilarity):
 class TurnMemory:
     """See `Memory`."""
 
-    def __init__(self, turns: Turns, kept: KeptTurn | None, found: Repeat | None, place: ChainPlace | None) -> None:
+    def __init__(
+        self, turns: Turns, kept: KeptTurn | None, found: Repeat | None, place: ChainPlace | None
+    ) -> None:
         self.entry = kept.entry if kept is not None else b""
         self.identity = kept.identity if kept is not None else b""
         self.place = place
-        settled = kept is None or kept.complete or (found is not None and found.step == turns.last_step and found.rank > 1)
+        settled = (
+            kept is None
+            or kept.complete
+            or (found is not None and found.step == turns.last_step and found.rank > 1)
+        )
         self.waits = kept is not None and not settled and turns.rule.may_loop(kept.newest)
         self._turns = turns
         self._kept = kept
@@ -327,8 +395,14 @@ class TurnMemory:
         found, kept = self._found, self._kept
         turns, place = self._turns, self.place
         always = turns.looks_back and (place is None or not turns.was_in_no_loop(place))
-        history = kept.extend(entries, followed=followed, always=always) if kept is not None else None
-        recalled = turns.look_back(history, turns.find_loop(history), place) if history is not None else None
+        history = (
+            kept.extend(entries, followed=followed, always=always) if kept is not None else None
+        )
+        recalled = (
+            turns.look_back(history, turns.find_loop(history), place)
+            if history is not None
+            else None
+        )
         if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
         return recalled
@@ -352,22 +426,37 @@ def _explain(repeat: Repeat) -> tuple[str, str]:
 
 
 def _explain_repeat(repeat: Repeat) -> tuple[str, str]:
-    what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input and the same result"
+    what = (
+        f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same "
+        "input and the same result"
+    )
     return what, "another action or input, or a different result"
 
 
 def _explain_result(repeat: Repeat) -> tuple[str, str]:
-    return f"{repeat.count} of the last {repeat.calls} turns returned the same result", "a different result"
+    return (
+        f"{repeat.count} of the last {repeat.calls} turns returned the same result",
+        "a different result",
+    )
 
 
 def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
     steps = f"{repeat.calls // repeat.count} steps{f' ({_name(repeat)})' if repeat.tools else ''}"
-    what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps} with the same results"
+    what = (
+        f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps} with "
+        "the same results"
+    )
     return what, "a step outside this cycle, or a result that differs from the last round"
 
 
 def _explain_error(repeat: Repeat) -> tuple[str, str]:
-    return f"the last {repeat.count} results were the same error, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
+    return (
+        (
+            f"the last {repeat.count} results were the same error, whatever was "
+            f"tried{_list_tried(repeat)}"
+        ),
+        _WITHOUT_ERROR,
+    )
 
 
 def _list_tried(repeat: Repeat) -> str:
@@ -385,12 +474,18 @@ def _explain_talk(repeat: Repeat) -> tuple[str, str]:
 
 
 def _explain_nothing_new(repeat: Repeat) -> tuple[str, str]:
-    what = f"{repeat.count} of the last {repeat.calls} turns{_list_tried(repeat)} repeat earlier ones, with the same results"
+    what = (
+        f"{repeat.count} of the last {repeat.calls} turns{_list_tried(repeat)} repeat earlier "
+        "ones, with the same results"
+    )
     return what, "an action that was not tried yet, or a different result"
 
 
 def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
-    what = f"the prompt begins {repeat.count} times with the same words, because each attempt repeats the one before it"
+    what = (
+        f"the prompt begins {repeat.count} times with the same words, because each attempt "
+        "repeats the one before it"
+    )
     return what, "the original prompt, with one new instruction"
 
 

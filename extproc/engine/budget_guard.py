@@ -47,7 +47,9 @@ class BudgetGuard(Guard):
         oversize: why the request is too large even for a full budget; None if it is not.
     """
 
-    def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
+    def __init__(
+        self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest
+    ) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
         self.budget: BudgetRules = budget.guard
         self.reserved: list[Reservation] = []
@@ -57,7 +59,9 @@ class BudgetGuard(Guard):
         self._plan = budget
         self.root = ""
         caller = None if plan.reads_body else descriptors
-        self._named: Sequence[str] = plan.root_names.read(request, caller) if budget.guard.needs_body else ()
+        self._named: Sequence[str] = (
+            plan.root_names.read(request, caller) if budget.guard.needs_body else ()
+        )
         self.request = request
         self._chosen: list[tuple[PlannedRule, Values]] = []
         self._exchange: Reading | None = None
@@ -92,14 +96,22 @@ class BudgetGuard(Guard):
             NotCounted: a value that identifies the caller is too long.
         """
         request, policy = self.request, self.plan.id
-        calls = not self.budget.needs_body or (request.method != "HEAD" and read_path(request.path).asks_model)
+        calls = not self.budget.needs_body or (
+            request.method != "HEAD" and read_path(request.path).asks_model
+        )
         asked = self._plan.choose(request)
-        if self.budget.breaker is not None and (calls or not self.budget.breaker_rule.cost.measured):
+        if self.budget.breaker is not None and (
+            calls or not self.budget.breaker_rule.cost.measured
+        ):
             asked = [*asked, self._plan.breaker or EVERYONE]
         for planned in asked:
             if planned.rule.cost.measured and not calls:
                 continue  # no model is called, so there is nothing to measure
-            values = self.values if self.plan.tells_apart_as(planned, self.values) else planned.read(request, policy, missing)
+            values = (
+                self.values
+                if self.plan.tells_apart_as(planned, self.values)
+                else planned.read(request, policy, missing)
+            )
             if values is not None:
                 self._chosen.append((planned, values))
             else:
@@ -129,12 +141,16 @@ class BudgetGuard(Guard):
         estimate = self.estimate
         if self.budget.needs_body:
             with suppress(NotCounted):  # replay: the session was not recorded
-                self.root = exchange.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
+                self.root = exchange.find_session(
+                    self.plan.root_names, self._named, document, self.plan, self.caller
+                )
         reserved: list[Reservation] = []
         for planned, head in self._chosen:
             values: Values | None = head
             if planned.body:
-                values = planned.read_body(document, head, self.plan.id, missing, exchange.request.hash_key)
+                values = planned.read_body(
+                    document, head, self.plan.id, missing, exchange.request.hash_key
+                )
             if values is not None:
                 tenant = self.tenant if values is self.values else planned.name_caller(values)
                 self._reserve(reserved, planned, tenant, estimate, exchange.scope)
@@ -143,7 +159,14 @@ class BudgetGuard(Guard):
         if self.oversize is None or self.is_allowed:
             self.reserved = reserved
 
-    def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
+    def _reserve(
+        self,
+        reserved: list[Reservation],
+        planned: PlannedRule,
+        tenant: str,
+        plain: Estimate,
+        scope: str,
+    ) -> None:
         """Append reservations for a rule's limits."""
         orders = self._list_orders(planned, tenant) if self.overrides else self.overrides
         renewed = renew(tenant, orders) if orders else tenant
@@ -184,7 +207,9 @@ class BudgetGuard(Guard):
         size, options = exchange.sums.length, Options(0, 1, "")
         if not size:
             told = self.request.read_header("content-length")
-            size = int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
+            size = (
+                int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
+            )
         if document is not None:
             try:
                 options = read_options(document, read_path(self.request.path).longest_answers)
@@ -223,7 +248,10 @@ class BudgetGuard(Guard):
         values = next((values for chosen, values in self._chosen if chosen is planned), [])
         if not values:
             return self.overrides
-        names, aliases = [tenant, self.tenant, *planned.callers.list_parts(values)], self.plan.aliases
+        names, aliases = (
+            [tenant, self.tenant, *planned.callers.list_parts(values)],
+            self.plan.aliases,
+        )
         own = {"", *names, *[aliases[name] for name in names if name in aliases]}
         return [order for order in self.overrides if order.target.caller in own]
 
@@ -231,7 +259,14 @@ class BudgetGuard(Guard):
         """The descriptors by which its rules know a caller, given its name; only those in the head."""
         if tenant == self.tenant:
             return self.values
-        return next((values for planned, values in self._chosen if values and planned.name_caller(values) == tenant), [])
+        return next(
+            (
+                values
+                for planned, values in self._chosen
+                if values and planned.name_caller(values) == tenant
+            ),
+            [],
+        )
 
     def find_parts(self, tenant: str) -> list[str]:
         """The names of those values; see `list_parts`."""

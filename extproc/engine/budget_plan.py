@@ -31,7 +31,14 @@ class PlannedRule:
         callers: names its callers.
     """
 
-    def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors, missing: str = "") -> None:
+    def __init__(
+        self,
+        rule: BudgetRule,
+        keys: Rule,
+        head: HeadDescriptors,
+        body: BodyDescriptors,
+        missing: str = "",
+    ) -> None:
         """`missing` is the policy's `missing_descriptor`.
 
         If it is empty, a rule skips requests that lack a key.
@@ -46,7 +53,9 @@ class PlannedRule:
         self.callers = find_names((*head, *[descriptor for descriptor, _ in body]))
         # If a rule ignored a key that Loopguard cannot derive, it would merge callers.
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
-        self._match = () if self._never else tuple([_compile_match(*pair) for pair in match.items()])
+        self._match = (
+            () if self._never else tuple([_compile_match(*pair) for pair in match.items()])
+        )
 
     @property
     def matched(self) -> list[Descriptor]:
@@ -62,13 +71,18 @@ class PlannedRule:
         """Whether its `match` applies."""
         if self._never or not self._match:
             return not self._never
-        return all(descriptor.read(request, descriptor.argument) == value for descriptor, value in self._match)
+        return all(
+            descriptor.read(request, descriptor.argument) == value
+            for descriptor, value in self._match
+        )
 
     def name_caller(self, values: Values) -> str:
         """The name of a caller; see `CallerNames`."""
         return self.callers.name_caller(values, join_descriptors(values))
 
-    def read(self, request: HttpRequest, policy: str, missing: list[tuple[str, str]]) -> Values | None:
+    def read(
+        self, request: HttpRequest, policy: str, missing: list[tuple[str, str]]
+    ) -> Values | None:
         """The caller's descriptors in the head; None if too many are missing to count the request.
 
         Raises:
@@ -77,7 +91,11 @@ class PlannedRule:
         values: Values = []
         for descriptor in self.head:
             _add(values, descriptor, descriptor.read(request, descriptor.argument), policy, missing)
-        return values if self._is_sufficient(values, len(self.head), may_follow=len(self.body) > 0) else None
+        return (
+            values
+            if self._is_sufficient(values, len(self.head), may_follow=len(self.body) > 0)
+            else None
+        )
 
     def _is_sufficient(self, values: Values, keys: int, *, may_follow: bool) -> bool:
         """Whether these values identify the caller, by `missing_descriptor`.
@@ -89,7 +107,12 @@ class PlannedRule:
         return self._missing == "require_one" and (may_follow or len(values) > 0)
 
     def read_body(
-        self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]], key: HashKey
+        self,
+        document: Document | None,
+        values: Values,
+        policy: str,
+        missing: list[tuple[str, str]],
+        key: HashKey,
     ) -> Values | None:
         """`values` and the descriptors in the body; None as for `read`.
 
@@ -102,7 +125,11 @@ class PlannedRule:
         values = [*values]
         for descriptor, pointer in self.body:
             _add(values, descriptor, find_hidden(found, descriptor, pointer, key), policy, missing)
-        return values if self._is_sufficient(values, len(self.head) + len(self.body), may_follow=False) else None
+        return (
+            values
+            if self._is_sufficient(values, len(self.head) + len(self.body), may_follow=False)
+            else None
+        )
 
 
 def _compile_match(key: str, value: str) -> tuple[Descriptor, str]:
@@ -113,7 +140,9 @@ def _compile_match(key: str, value: str) -> tuple[Descriptor, str]:
     return compile_plainly(key, hidden=key == CREDENTIAL or is_hidden(value)), value
 
 
-def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missing: list[tuple[str, str]]) -> None:
+def _add(
+    values: Values, descriptor: Descriptor, value: str, policy: str, missing: list[tuple[str, str]]
+) -> None:
     """Add a descriptor's value, or note that it is missing."""
     if len(value) > MAX_DESCRIPTOR:
         raise NotCounted("descriptor_too_long")
@@ -123,7 +152,9 @@ def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missin
         missing.append((policy, descriptor.key))
 
 
-EVERYONE: Final = PlannedRule(ONE, Rule(name="all", algorithm="token_bucket", algorithm_config={}), (), ())
+EVERYONE: Final = PlannedRule(
+    ONE, Rule(name="all", algorithm="token_bucket", algorithm_config={}), (), ()
+)
 """All callers, for a circuit breaker without limit keys."""
 
 
@@ -139,7 +170,12 @@ class BudgetPlan:
         needs_body: a rule needs the body.
     """
 
-    def __init__(self, guard: BudgetRules, spec: Spec, descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]]) -> None:
+    def __init__(
+        self,
+        guard: BudgetRules,
+        spec: Spec,
+        descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]],
+    ) -> None:
         """`descriptors` are those of `Spec.list_budget_rules`, then those of the circuit breaker, if it has any."""
         self.guard = guard
         self._always = False
@@ -165,7 +201,10 @@ class BudgetPlan:
         """What it reads from the head besides the limit keys."""
         rules = [*self.rules, *([self.fallback] if self.fallback is not None else [])]
         costs = [key for planned in rules for key in planned.rule.list_reads()]
-        return [*[descriptor for planned in rules for descriptor in planned.matched], *map(compile_plainly, costs)]
+        return [
+            *[descriptor for planned in rules for descriptor in planned.matched],
+            *map(compile_plainly, costs),
+        ]
 
     def choose(self, request: HttpRequest) -> list[PlannedRule]:
         """The rules that apply to a request; the fallback if none does."""

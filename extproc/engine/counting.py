@@ -163,7 +163,9 @@ class Counting:
             self._seconds.observe(_now() - started)
         return await wait_for(counts)
 
-    def _remember_without_store(self, group: Guards, pushes: Pushes, error: Exception) -> MaybeCounts:
+    def _remember_without_store(
+        self, group: Guards, pushes: Pushes, error: Exception
+    ) -> MaybeCounts:
         if isinstance(error, StoreError):
             self._metrics.store_errors.labels(error.kind).inc()
             if group.waits:
@@ -211,7 +213,9 @@ class Counting:
 
     def join_sessions(self, sessions: Sequence[SessionGuard]) -> None:
         """Remove starts of conversations from the requests without a session, once they continue."""
-        self.settle([Settled(join) for session in sessions if (join := session.join_session()) is not None])
+        self.settle(
+            [Settled(join) for session in sessions if (join := session.join_session()) is not None]
+        )
 
     def settle(self, settled: Sequence[Settled], report: Report | None = None) -> None:
         """Send settlements to the store in one call, without waiting, and report the answers later."""
@@ -228,7 +232,11 @@ class Counting:
                 _when_done(answers, partial(self._finish_settling, settled, report))
 
     def _finish_settling(
-        self, settled: Sequence[Settled], report: Report | None, answers: Sequence[Answer | None], error: BaseException | None
+        self,
+        settled: Sequence[Settled],
+        report: Report | None,
+        answers: Sequence[Answer | None],
+        error: BaseException | None,
     ) -> None:
         """Report the answers.
 
@@ -252,7 +260,9 @@ class Counting:
         return [*self._local.hit(here), *[None] * (len(asked) - len(here))]
 
     def _count_error(self, error: BaseException) -> None:
-        self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
+        self._metrics.store_errors.labels(
+            error.kind if isinstance(error, StoreError) else "internal"
+        ).inc()
 
     def collect(self, group: Guards, pending: Pending, started: float) -> Counts:
         """The answers of the store or its fallback.
@@ -310,17 +320,25 @@ def _mark_here(error: Exception, counts: Sequence[Answer], asked: Sequence[Quest
             answer.here = question
 
 
-def _when_done(answers: Awaitable[Any], finish: Callable[[Any, BaseException | None], None]) -> None:
+def _when_done(
+    answers: Awaitable[Any], finish: Callable[[Any, BaseException | None], None]
+) -> None:
     """Call `finish` with the store's answers, or with its error."""
     if isinstance(answers, Pending):
-        answers.then(lambda: finish(() if answers.error is not None else answers.result(), answers.error))
+        answers.then(
+            lambda: finish(() if answers.error is not None else answers.result(), answers.error)
+        )
     else:
         asyncio.ensure_future(answers).add_done_callback(
-            lambda done: finish(() if done.exception() is not None else done.result(), done.exception())
+            lambda done: finish(
+                () if done.exception() is not None else done.result(), done.exception()
+            )
         )
 
 
-def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:
+def _complete(
+    error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]
+) -> list[Any]:
     """Add this process's answers to those of the shards that answered."""
     if not isinstance(error, PartlyAwayError):
         return list(ask_here(list(asked)))

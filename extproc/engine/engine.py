@@ -35,7 +35,9 @@ _ITEMS_AT_ONCE = 1_000
 """Number of items to index before yielding to other threads. Compiled code would otherwise hold the
 interpreter lock throughout."""
 
-_Key = tuple[str, str | None, str | None, str | None, str | None]  # anchor, host, method, route, API; None: any
+_Key = tuple[
+    str, str | None, str | None, str | None, str | None
+]  # anchor, host, method, route, API; None: any
 _Fields = tuple[str, str, str, str]  # host, method, route, API of a request
 _Shape = tuple[bool, bool, bool, bool]  # names a host, names a method, names a route, names an API
 
@@ -94,13 +96,20 @@ class Engine:
         self.files: dict[str, CompiledFile] = {}
         for source in policies.sources:
             made = known.get(source.file) if known is not None else None
-            self.files[source.file] = made or compile_file(source, self.parts, shadow=shadow or source.forces_shadow(now))
+            self.files[source.file] = made or compile_file(
+                source, self.parts, shadow=shadow or source.forces_shadow(now)
+            )
         every = [(source, policy) for source in policies.sources for policy in source.outlines]
         guarding = [(source, policy) for source, policy in every if policy.enabled]
         self.plans = [plan for file in self.files.values() for plan in file.plans]
         self._places = {plan.id: place for place, plan in enumerate(self.plans)}
         self._idle = frozenset([policy.id for _, policy in every if not policy.enabled])
-        self._index = Index([(policy.selector, plan) for (_, policy), plan in zip(guarding, self.plans, strict=True)])
+        self._index = Index(
+            [
+                (policy.selector, plan)
+                for (_, policy), plan in zip(guarding, self.plans, strict=True)
+            ]
+        )
         self._switches = KillSwitches([file.switches for file in self.files.values()])
         self.has_switches = len(self._switches) > 0
         self.pairings = find_pairings([(source.namespace, policy) for source, policy in guarding])
@@ -143,7 +152,9 @@ class Engine:
         """The ids that no enabled policy has."""
         return [name for name in names if name not in self._places]
 
-    def find_switch(self, request: HttpRequest, now: float, handed_over: Engine | None = None) -> Switch | None:
+    def find_switch(
+        self, request: HttpRequest, now: float, handed_over: Engine | None = None
+    ) -> Switch | None:
         """The first kill switch that applies to a request, if any.
 
         Switches that came with its route are last.
@@ -178,7 +189,11 @@ class Engine:
         plans = self._find_named(pinned) if pinned else self.match(request)
         if handed_over is not None:
             own = {plan.id: plan for plan in handed_over.match(request)}
-            plans = [own.pop(plan.id, plan) for plan in plans if plan.id in own or not handed_over.holds(plan.id)]
+            plans = [
+                own.pop(plan.id, plan)
+                for plan in plans
+                if plan.id in own or not handed_over.holds(plan.id)
+            ]
             plans += own.values()
         if not plans:
             return None
@@ -190,7 +205,10 @@ class Engine:
         return exchange
 
     def _find_named(self, names: Sequence[str]) -> list[Plan]:
-        return [self.plans[place] for place in sorted(self._places[name] for name in names if name in self._places)]
+        return [
+            self.plans[place]
+            for place in sorted(self._places[name] for name in names if name in self._places)
+        ]
 
 
 def _collect_aliases(every: Sequence[tuple[Source, Outline]]) -> dict[str, dict[str, str]]:
@@ -199,7 +217,9 @@ def _collect_aliases(every: Sequence[tuple[Source, Outline]]) -> dict[str, dict[
     for source, policy in every:
         named = own.setdefault(source.namespace, {})
         named.update(policy.aliases)
-    return {namespace: {**named, **own[""]} if namespace else named for namespace, named in own.items()}
+    return {
+        namespace: {**named, **own[""]} if namespace else named for namespace, named in own.items()
+    }
 
 
 class _Table:
@@ -216,12 +236,19 @@ class _Table:
 
     def add(self, anchor: str, selector: SlimSelector, place: int) -> None:
         fields = (selector.hosts, selector.methods, selector.routes, selector.apis)
-        shape = (fields[0] is not None, fields[1] is not None, fields[2] is not None, fields[3] is not None)
+        shape = (
+            fields[0] is not None,
+            fields[1] is not None,
+            fields[2] is not None,
+            fields[3] is not None,
+        )
         shapes = self.shapes.get(anchor, ())
         if shape not in shapes:
             shapes = (*shapes, shape)
             self.shapes[anchor] = self._known.setdefault(shapes, shapes)
-        for key in product(*(dict.fromkeys(values) if values is not None else (None,) for values in fields)):
+        for key in product(
+            *(dict.fromkeys(values) if values is not None else (None,) for values in fields)
+        ):
             filed = (anchor, key[0], key[1], key[2], key[3])
             if filed in self.places:
                 self.places[filed].append(place)
@@ -236,7 +263,15 @@ class _Table:
         host, method, route, api = fields
         for by_host, by_method, by_route, by_api in shapes:
             kept_method, kept_route = method if by_method else None, route if by_route else None
-            filed = self.places.get((anchor, host if by_host else None, kept_method, kept_route, api if by_api else None))
+            filed = self.places.get(
+                (
+                    anchor,
+                    host if by_host else None,
+                    kept_method,
+                    kept_route,
+                    api if by_api else None,
+                )
+            )
             if filed is not None:
                 found += filed
 
@@ -255,7 +290,9 @@ class Index(Generic[Item]):
             self._items.append(item)
             if place % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
                 time.sleep(0)
-            self._methods += [method for method in selector.methods or () if method not in self._methods]
+            self._methods += [
+                method for method in selector.methods or () if method not in self._methods
+            ]
             self.uses_hosts = self.uses_hosts or selector.hosts is not None
             self.uses_routes = self.uses_routes or selector.routes is not None
             self.uses_apis = self.uses_apis or selector.apis is not None
@@ -270,10 +307,15 @@ class Index(Generic[Item]):
     def list_parts(self) -> list[object]:
         """See `Engine`."""
         return [
-            part for table in (self._exact, self._prefix, self._anywhere) for entry in table.places.items() for part in entry
+            part
+            for table in (self._exact, self._prefix, self._anywhere)
+            for entry in table.places.items()
+            for part in entry
         ]
 
-    def match(self, method: str | None, authority: str, path: str, route: str = "") -> Sequence[Item]:
+    def match(
+        self, method: str | None, authority: str, path: str, route: str = ""
+    ) -> Sequence[Item]:
         """Every item whose selector matches the request, without duplicates, in the order of `entries`.
 
         Args:

@@ -23,7 +23,17 @@ from typing import Any, Final
 from extproc.apis import LIST_PATHS, hash_first_words, open_conversation, read_path
 from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
-from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
+from extproc.decision import (
+    CHOSEN_BY_CLIENTS,
+    MISSING,
+    UNREADABLE,
+    Action,
+    Decision,
+    Outcome,
+    Repeat,
+    ToolFailure,
+    decide,
+)
 from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.own_answers import leave_out_answers
 from extproc.engine.budget_guard import BudgetGuard
@@ -149,9 +159,15 @@ class Guards:
                 self.active.append(guard)
                 self.needs_body = self.needs_body or guard.needs_body
             # Requests that call no model are not steps.
-            if plan.limiter is not None and request.method != "HEAD" and read_path(request.path).asks_model:
+            if (
+                plan.limiter is not None
+                and request.method != "HEAD"
+                and read_path(request.path).asks_model
+            ):
                 names = plan.limiter.names
-                named: Sequence[str] = session if names is plan.rings else names.read(request, caller)
+                named: Sequence[str] = (
+                    session if names is plan.rings else names.read(request, caller)
+                )
                 limited = SessionGuard(plan, plan.limiter, values, joined, named)
                 limited.labels = labels
                 if key := names.tell_key(named):
@@ -185,7 +201,9 @@ class Guards:
                 self.active.append(other)
                 self.several = True
 
-    def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Guard | None) -> None:
+    def admit_budget(
+        self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Guard | None
+    ) -> None:
         """Create the guard of the plan's budgets if a rule applies, or record why not; `last` is as for `admit`."""
         try:
             if last is None or last.plan is not plan:  # otherwise already checked
@@ -352,7 +370,9 @@ class Guards:
             except Exception as error:  # noqa: BLE001  # an error affects only this guard
                 self.failures.append((guard.plan.id, error))
             else:
-                trace.append(self._spare(outcome) if guard.overrides and guard.is_allowed else outcome)
+                trace.append(
+                    self._spare(outcome) if guard.overrides and guard.is_allowed else outcome
+                )
         return join_callers(trace) if self.several else trace
 
     def find(self, outcome: Outcome) -> Guard | None:
@@ -389,7 +409,9 @@ class Guards:
             return
         kept = []
         for guard in self.active:
-            if reason != RESPONSES_WEBSOCKET and (not guard.needs_body or guard.goes_on_without_body()):
+            if reason != RESPONSES_WEBSOCKET and (
+                not guard.needs_body or guard.goes_on_without_body()
+            ):
                 kept.append(guard)
             else:
                 self._drop(guard, reason)
@@ -412,9 +434,17 @@ class Guards:
         self._leave_out(guard.plan, guard.compiled.name, reason, allowed=guard.is_allowed)
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
-        if (plan.id, detector, reason) not in self.left_out:  # otherwise left out for another caller
+        if (
+            plan.id,
+            detector,
+            reason,
+        ) not in self.left_out:  # otherwise left out for another caller
             self.left_out.append((plan.id, detector, reason))
-        refuses = reason in CHOSEN_BY_CLIENTS if plan.refuses_uncountable else reason == RESPONSES_WEBSOCKET
+        refuses = (
+            reason in CHOSEN_BY_CLIENTS
+            if plan.refuses_uncountable
+            else reason == RESPONSES_WEBSOCKET
+        )
         if refuses and not allowed and self.forbidden is None:
             self.forbidden = plan.id, reason
 
@@ -495,12 +525,20 @@ class Exchange(Reading):
     @property
     def sessions(self) -> list[SessionGuard]:
         """The guards of session limits, of both groups."""
-        return [*self.enforcing.sessions, *self.shadow.sessions] if self.shadow.sessions else self.enforcing.sessions
+        return (
+            [*self.enforcing.sessions, *self.shadow.sessions]
+            if self.shadow.sessions
+            else self.enforcing.sessions
+        )
 
     @property
     def budgets(self) -> list[BudgetGuard]:
         """The guards of budgets, of both groups."""
-        return [*self.enforcing.budgets, *self.shadow.budgets] if self.shadow.budgets else self.enforcing.budgets
+        return (
+            [*self.enforcing.budgets, *self.shadow.budgets]
+            if self.shadow.budgets
+            else self.enforcing.budgets
+        )
 
     @property
     def earlier(self) -> list[Outcome]:
@@ -525,7 +563,9 @@ class Exchange(Reading):
     @property
     def may_be_edited(self) -> bool:
         """Whether an enforcing policy may have to change its body, loops aside."""
-        return self.asks_usage or any(session.narrowing is not None for session in self.enforcing.sessions)
+        return self.asks_usage or any(
+            session.narrowing is not None for session in self.enforcing.sessions
+        )
 
     @property
     def asks_usage(self) -> bool:
@@ -535,7 +575,9 @@ class Exchange(Reading):
     def list_asking(self) -> list[Plan]:
         """The policies that make streams report their usage."""
         asking = [session.plan for session in self.enforcing.sessions if session.limiter.asks_usage]
-        return asking + [each.plan for each in self.enforcing.budgets if each.budget.asks_usage and each.reserved]
+        return asking + [
+            each.plan for each in self.enforcing.budgets if each.budget.asks_usage and each.reserved
+        ]
 
     @property
     def needs_body(self) -> bool:
@@ -545,7 +587,11 @@ class Exchange(Reading):
     def admit(self, plan: Plan) -> None:
         """Create the plan's guards, or record why they do not count this request."""
         self.paired = self.paired or plan.paired
-        if plan.ramp is not None and plan.watching is not None and not self.enforcing.acts_on(plan, plan.ramp, self.request):
+        if (
+            plan.ramp is not None
+            and plan.watching is not None
+            and not self.enforcing.acts_on(plan, plan.ramp, self.request)
+        ):
             plan = plan.watching
         group = self.shadow if plan.shadow else self.enforcing
         if plan.budget is not None and not plan.judges_requests:
@@ -574,7 +620,10 @@ class Exchange(Reading):
 
     def _look_at(self, plan: Plan) -> None:
         """Hold bodies up to the length that the plan needs."""
-        self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
+        self.inspects, self.steers = (
+            max(self.inspects, plan.inspects),
+            max(self.steers, plan.steers),
+        )
         if not plan.shadow:
             self._shown = max(self._shown, plan.inspects)
 
@@ -628,7 +677,12 @@ class Exchange(Reading):
             sums = NO_BODY
         self.sums, self.unreadable = sums, withheld
         if self.inspects and content is not None:
-            if len(content) > self.inspects and excerpt is None and self.reads_ends and self.is_plain:
+            if (
+                len(content) > self.inspects
+                and excerpt is None
+                and self.reads_ends
+                and self.is_plain
+            ):
                 excerpt = Excerpt(LIST_PATHS, self.inspects)
             try:
                 if excerpt is None:
@@ -670,7 +724,9 @@ class Exchange(Reading):
     def _open_document(self, content: bytes | memoryview) -> None:
         """Open the body and remove notes, or record why it is unreadable."""
         try:
-            text = read_text(content, self.request.headers.get("content-encoding", b""), self.inspects)
+            text = read_text(
+                content, self.request.headers.get("content-encoding", b""), self.inspects
+            )
         except UnreadableError as error:
             self.unreadable = error.reason
             return
@@ -710,7 +766,9 @@ class Exchange(Reading):
         Raises:
             NotCounted: it contains no conversation, or is unreadable.
         """
-        return self._open_marks(self.document if self.document is not None else Document(data), guard)
+        return self._open_marks(
+            self.document if self.document is not None else Document(data), guard
+        )
 
     def frame_answer(self, outcome: Outcome, text: str) -> str:
         """Mark a text that answers in the model's place, so that it is recognized later.
@@ -733,7 +791,9 @@ class Exchange(Reading):
         removed.
         """
         guards = self.enforcing.active or self.shadow.active
-        callers = [each.caller_in_head for each in ([guard, *guards] if guard is not None else guards)]
+        callers = [
+            each.caller_in_head for each in ([guard, *guards] if guard is not None else guards)
+        ]
         return Marks(self._key, list(dict.fromkeys(callers)), hash_first_words(document))
 
     def _find_marks(self, document: Document) -> Marks | None:
@@ -768,7 +828,9 @@ class Exchange(Reading):
                 return guard.caller
         return ""
 
-    def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
+    def decide(
+        self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()
+    ) -> Decision:
         """Decide about a counted request; the arguments are as for `Guards.judge`."""
         trace = self.enforcing.judge(counts)
         if self.leaves_out_notes:
@@ -789,14 +851,22 @@ class Exchange(Reading):
         The same for every replica, policy and request of a conversation.
         """
         guard = self.find_guard(outcome)
-        if not isinstance(guard, LoopGuard) or guard.detector.steer_share >= EVERYBODY or self.plain is None:
+        if (
+            not isinstance(guard, LoopGuard)
+            or guard.detector.steer_share >= EVERYBODY
+            or self.plain is None
+        ):
             return True
         try:
             said = open_conversation(self.plain).read_first_words()
         except NotCounted:
             return True
         place = self._key.start(_SHARE, _SHARE_BYTES)
-        place.update(f"{len(guard.caller_in_head)} {guard.caller_in_head}{said}".encode("utf-8", "surrogatepass"))
+        place.update(
+            f"{len(guard.caller_in_head)} {guard.caller_in_head}{said}".encode(
+                "utf-8", "surrogatepass"
+            )
+        )
         return int.from_bytes(place.digest(), "big") % EVERYBODY < guard.detector.steer_share
 
     def find_guard(self, outcome: Outcome) -> Guard:
@@ -854,13 +924,16 @@ def join_callers(trace: list[Outcome]) -> list[Outcome]:
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
     """The strictest outcome of each policy. Its detectors are adjacent in the trace."""
     size = len(trace)
-    if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004  # the usual case
+    # The usual case
+    if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004
         return trace
     grouped = [trace[0]]
     for place in range(1, size):
         outcome, last = trace[place], grouped[-1]
         if outcome.policy != last.policy or outcome.mode != last.mode:
             grouped.append(outcome)
-        elif (outcome.retry_after or outcome.action is not Action.ALLOW) and outcome.strictness() > last.strictness():
+        elif (
+            outcome.retry_after or outcome.action is not Action.ALLOW
+        ) and outcome.strictness() > last.strictness():
             grouped[-1] = outcome
     return grouped

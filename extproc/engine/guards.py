@@ -46,7 +46,16 @@ from extproc.request.fingerprint import (
 )
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import DEFAULT_ANSWER, digest_continuation, read_tool_calls
-from extproc.sessions.limits import DETECTOR, KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionLimiter
+from extproc.sessions.limits import (
+    DETECTOR,
+    KILLED,
+    NO_CALLS,
+    NO_GRANTS,
+    UNNAMED,
+    WITHIN,
+    Narrowing,
+    SessionLimiter,
+)
 from extproc.sessions.names import Rings, hash_session
 from extproc.sessions.rates import estimate_tokens
 from extproc.sessions.trees import NO_AGENT, digest_agent
@@ -237,7 +246,9 @@ class Guard:
         ]
         if aliases:
             names += [aliases[known] for known in names if known in aliases]
-        return Caller(list(dict.fromkeys(names)), [*self.values, *[(each.name, each.value) for each in named]])
+        return Caller(
+            list(dict.fromkeys(names)), [*self.values, *[(each.name, each.value) for each in named]]
+        )
 
     def list_other_names(self) -> list[str]:
         """The names of other callers that the request counts for; orders about them may apply."""
@@ -317,11 +328,18 @@ class Guard:
     def _look_up(self, standing: Overrides) -> None:
         tools = self.repeat.tools if self.repeat is not None else self.subject.tools
         caller = self._known or self._know_caller(self.list_other_names(), whole=True)
-        found = standing.find_by_body(self.plan.id, self._now, caller, self.session, self.fingerprint, tools)
+        found = standing.find_by_body(
+            self.plan.id, self._now, caller, self.session, self.fingerprint, tools
+        )
         kin = self._find_kin() if standing.name_sessions else ""
         if kin and kin != self.session:
-            more = standing.find_by_body(self.plan.id, self._now, caller, kin, self.fingerprint, tools)
-            found = [*found, *[order for order in more if order.target.session and self._concerns(order)]]
+            more = standing.find_by_body(
+                self.plan.id, self._now, caller, kin, self.fingerprint, tools
+            )
+            found = [
+                *found,
+                *[order for order in more if order.target.session and self._concerns(order)],
+            ]
         self.overrides = [*self._of_caller, *found] if found else self._of_caller
 
     def _find_kin(self) -> str:
@@ -332,10 +350,14 @@ class Guard:
         """Whether an order about the other session applies to the request."""
         return True
 
-    def _read_body_descriptors(self, exchange: Reading, inspected: int, missing: list[tuple[str, str]]) -> None:
+    def _read_body_descriptors(
+        self, exchange: Reading, inspected: int, missing: list[tuple[str, str]]
+    ) -> None:
         """Complete the caller from the body; `inspected` is the maximum body length, in bytes."""
         document = exchange.open(inspected, shadow=self.plan.shadow)
-        self.values = self.plan.read_body_descriptors(document, self.values, missing, exchange.request.hash_key)
+        self.values = self.plan.read_body_descriptors(
+            document, self.values, missing, exchange.request.hash_key
+        )
         self.caller = join_descriptors(self.values)
         self._look_up_caller(whole=True)
 
@@ -356,7 +378,12 @@ class LoopGuard(Guard):
     """
 
     def __init__(
-        self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
+        self,
+        plan: Plan,
+        detector: Detector,
+        values: list[tuple[str, str]],
+        descriptors: str,
+        session: Sequence[str] = (),
     ) -> None:
         super().__init__(plan, detector, values, descriptors, session, detector.similarity)
         self.detector = detector
@@ -388,7 +415,9 @@ class LoopGuard(Guard):
         stop = super().find_stop()
         if stop is not None or not self.overrides or self.plan.limiter is not None:
             return stop
-        return find_kill([order for order in self.overrides if order.target.session or order.kind == RELEASE])
+        return find_kill(
+            [order for order in self.overrides if order.target.session or order.kind == RELEASE]
+        )
 
     def read(self, exchange: Reading, missing: list[tuple[str, str]]) -> None:
         """See `Guard`."""
@@ -400,8 +429,16 @@ class LoopGuard(Guard):
         if not detector.needs_body:
             sums = NO_BODY
         elif detector.looks:
-            document = exchange.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends, shadow=detector.shadow)
-            sums = self._compare(exchange, document) if not document.shortened else self._compare_excerpt(exchange, document)
+            document = exchange.open(
+                detector.max_inspect_bytes,
+                ends=detector.similarity.reads_ends,
+                shadow=detector.shadow,
+            )
+            sums = (
+                self._compare(exchange, document)
+                if not document.shortened
+                else self._compare_excerpt(exchange, document)
+            )
         self.body_crc32 = sums.crc32
         self.composite, self.fingerprint, check = exchange.name(sums, self.caller)
         self.tenant = self.plan.callers.name_caller(self.values, self.caller)
@@ -416,7 +453,11 @@ class LoopGuard(Guard):
         detector, session = self.detector.name, renew(self.session, self.overrides)
         pushes: list[AnyPush] = []
         if memory.place is not None:
-            pushes.append(rings.chains.make_link(detector, scope, self.tenant, session, memory.place, memory.entry))
+            pushes.append(
+                rings.chains.make_link(
+                    detector, scope, self.tenant, session, memory.place, memory.entry
+                )
+            )
         if memory.entry and self.session:
             pushes.append(rings.make_push(detector, scope, self.tenant, session, memory))
         return pushes
@@ -433,7 +474,9 @@ class LoopGuard(Guard):
         whole = isinstance(first, Trail) and first.whole
         for answer in answers[:1] if whole else reversed(answers):
             follows = isinstance(answer, Trail)
-            self.repeat = memory.recall(answer.entries if isinstance(answer, Trail) else answer, followed=follows)
+            self.repeat = memory.recall(
+                answer.entries if isinstance(answer, Trail) else answer, followed=follows
+            )
             if self.repeat is not None and self.repeat.looping:
                 break
         self._ask()
@@ -454,8 +497,14 @@ class LoopGuard(Guard):
         detector, hit = self.detector, self.hit
         if detector.counts_failed:
             return []
-        counted = [(CHAIN, push.key) for push in self.pushes if self.waits and isinstance(push, ChainLink)]
-        if isinstance(hit, Hit) and not detector.stateless and (self._count.count > 1 or detector.threshold <= _TWICE):
+        counted = [
+            (CHAIN, push.key) for push in self.pushes if self.waits and isinstance(push, ChainLink)
+        ]
+        if (
+            isinstance(hit, Hit)
+            and not detector.stateless
+            and (self._count.count > 1 or detector.threshold <= _TWICE)
+        ):
             counted.append((LOG if hit.window_type == "sliding_log" else TALLY, hit.key))
         return counted
 
@@ -470,9 +519,13 @@ class LoopGuard(Guard):
         if self.claim is not None:
             self.contradicted = similarity.contradicts(self.claim, document)
         if similarity.remembers and rings is not None and not self.is_anonymous:
-            self.session = exchange.find_session(rings, self._in_head, document, self.plan, self.caller)
+            self.session = exchange.find_session(
+                rings, self._in_head, document, self.plan, self.caller
+            )
             named = self.session != ""
-            self.compared, self.repeat, self.memory = similarity.compare_in_session(document, named=named)
+            self.compared, self.repeat, self.memory = similarity.compare_in_session(
+                document, named=named
+            )
         else:
             self.compared, self.repeat = similarity.compare(document)
         self.subject = similarity.find_subject(document)
@@ -517,7 +570,12 @@ class SessionGuard(Guard):
     """
 
     def __init__(
-        self, plan: Plan, limiter: SessionLimiter, values: list[tuple[str, str]], descriptors: str, session: Sequence[str]
+        self,
+        plan: Plan,
+        limiter: SessionLimiter,
+        values: list[tuple[str, str]],
+        descriptors: str,
+        session: Sequence[str],
     ) -> None:
         super().__init__(plan, limiter, values, descriptors, session, WITHIN)
         self.limiter = limiter
@@ -553,7 +611,9 @@ class SessionGuard(Guard):
     def find_stop(self) -> ActiveOverride | None:
         """See `Guard`. It also enforces kills of sessions."""
         stop = super().find_stop()
-        return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
+        return (
+            find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
+        )
 
     def goes_on_without_body(self) -> bool:
         """See `Guard`. Every request is a step, whatever its body."""
@@ -582,7 +642,11 @@ class SessionGuard(Guard):
             self._read_calls(document)
         self.call = CALLS.name()
         self.model = cut_text(find_model(exchange.request.path, self.calls.model), LONGEST_MODEL)
-        size, budget, answer = exchange.sums.length, self.plan.budget, self.calls.answer or DEFAULT_ANSWER
+        size, budget, answer = (
+            exchange.sums.length,
+            self.plan.budget,
+            self.calls.answer or DEFAULT_ANSWER,
+        )
         # If budgets need the more exact, slower estimate, sessions use it, too.
         shared = budget is not None and budget.guard.needs_body
         tokens = exchange.estimate_prompt(document, size) if shared else estimate_tokens(size)
@@ -591,8 +655,16 @@ class SessionGuard(Guard):
             fresh = self.call[:CONVERSATION]
             self._earlier_steps, self._nameless = place.depth, True
             self.waits = place.depth > 0
-            entry = digest_continuation(document, place, self.calls.offer) if self.waits and document is not None else b""
-            self.pushes = [self.limiter.chains.make_link(DETECTOR, exchange.scope, self.tenant, "", place, entry, fresh)]
+            entry = (
+                digest_continuation(document, place, self.calls.offer)
+                if self.waits and document is not None
+                else b""
+            )
+            self.pushes = [
+                self.limiter.chains.make_link(
+                    DETECTOR, exchange.scope, self.tenant, "", place, entry, fresh
+                )
+            ]
             if self.waits:
                 self._place = place
             else:  # a new conversation has no earlier name
@@ -625,13 +697,27 @@ class SessionGuard(Guard):
         The conversation may never continue, as in a loop of one prompt. If it does, `join_session`
         removes it there.
         """
-        if not self._nameless or self.waits or self.limiter.unnamed is None or self._exchange is None:
+        if (
+            not self._nameless
+            or self.waits
+            or self.limiter.unnamed is None
+            or self._exchange is None
+        ):
             return None
         second = SessionGuard(self.plan, self.limiter, self.values, self.caller, self._in_head)
         second.is_second, second.caller_in_head = True, self.caller_in_head
         second.labels, second.tenant, second.body_crc32 = self.labels, self.tenant, self.body_crc32
-        second.call, second.calls, second.model, second.reserve = self.call, self.calls, self.model, self.reserve
-        second.overrides, second._known, second._of_caller = self._of_caller, self._known, self._of_caller
+        second.call, second.calls, second.model, second.reserve = (
+            self.call,
+            self.calls,
+            self.model,
+            self.reserve,
+        )
+        second.overrides, second._known, second._of_caller = (
+            self._of_caller,
+            self._known,
+            self._of_caller,
+        )
         second._standing, second._now, second._exchange = self._standing, self._now, self._exchange
         second._name_session("")
         second._ask(self._exchange)
@@ -645,7 +731,14 @@ class SessionGuard(Guard):
         if standing.limit or standing.retry or standing.steps != _TWICE:
             return None
         key = self.limiter.find_ledger(exchange.scope, self.tenant, renew(UNNAMED, self.overrides))
-        return Settlement(key, limits, bytes.fromhex(self.session) + _NO_NAME, standing.cost, estimated=False, outcome=JOINED)
+        return Settlement(
+            key,
+            limits,
+            bytes.fromhex(self.session) + _NO_NAME,
+            standing.cost,
+            estimated=False,
+            outcome=JOINED,
+        )
 
     def _find_kin(self) -> str:
         """See `Guard`. An agent can be stopped without its session."""
@@ -668,7 +761,9 @@ class SessionGuard(Guard):
 
     def _find_name(self, exchange: Reading, document: Document | None) -> str:
         """The name of the request's session; empty if there is none, or if only the store knows it."""
-        name = exchange.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
+        name = exchange.find_session(
+            self.limiter.names, self._in_head, document, self.plan, self.caller
+        )
         return name if not name or self.agent is NO_AGENT else self._find_root(name, exchange.scope)
 
     def _find_root(self, name: str, scope: str) -> str:
@@ -725,7 +820,11 @@ class SessionGuard(Guard):
         session, unnamed = renew(self.session, self.overrides), self.session == UNNAMED
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         granted = sum_tool_grants(self.overrides) if self.overrides and not unnamed else None
-        self._limits = self.limiter.extend_tools(granted) if granted else self.limiter.find_limits(self.session)
+        self._limits = (
+            self.limiter.extend_tools(granted)
+            if granted
+            else self.limiter.find_limits(self.session)
+        )
         self.hit = self.limiter.make_step(
             exchange.scope,
             self.tenant,
@@ -748,7 +847,11 @@ class SessionGuard(Guard):
         if limits is None:
             return None
         if self.overrides:
-            limits = NO_LIMITS if self.is_allowed else self.limiter.extend_agents(sum_agent_grants(self.overrides))
+            limits = (
+                NO_LIMITS
+                if self.is_allowed
+                else self.limiter.extend_agents(sum_agent_grants(self.overrides))
+            )
         self._agent_limits = limits
         agent, parent = digest_agent(self.agent_name), digest_agent(self.parent_name)
         return TreeStep(self.limiter.find_tree(scope, self.tenant, session), limits, agent, parent)
@@ -763,8 +866,12 @@ class SessionGuard(Guard):
         place = self._place
         if place is not None:
             return place.identify(self.calls.offer)
-        own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task are not retries
-        return identify(exchange.head, exchange.sums, own if self.agent.hangs and own else sum_up(session) ^ own)
+        own = (
+            sum_up(self.agent_name) if self.agent_name else 0
+        )  # two agents with the same task are not retries
+        return identify(
+            exchange.head, exchange.sums, own if self.agent.hangs and own else sum_up(session) ^ own
+        )
 
     def let_go(self) -> None:
         """See `Guard`."""
@@ -790,7 +897,13 @@ class SessionGuard(Guard):
         if not count.limit and self.session != UNNAMED and not self.is_allowed:
             self.narrowing = self._find_narrowing(count)
         outcome = self.limiter.judge(
-            self.fingerprint, self.tenant, count, self.calls, self._grants, self.session, self._agent_limits
+            self.fingerprint,
+            self.tenant,
+            count,
+            self.calls,
+            self._grants,
+            self.session,
+            self._agent_limits,
         )
         return self._know(outcome)
 
@@ -800,7 +913,9 @@ class SessionGuard(Guard):
         None as well if the only effect would be on tools that are not offered.
         """
         found = self.limiter.find_narrowing(standing, self._limits, self._grants, self.calls)
-        document = self._exchange.look(shadow=self.limiter.shadow) if self._exchange is not None else None
+        document = (
+            self._exchange.look(shadow=self.limiter.shadow) if self._exchange is not None else None
+        )
         if found is None or found.removes or document is None:
             return found
         declares = self.calls.offer != OFFERS_NONE and may_declare(document, found.scarce)
@@ -835,7 +950,11 @@ class SessionGuard(Guard):
 
     def list_grants(self) -> list[ActiveOverride]:
         """The grants of its session."""
-        return [override for override in self.overrides if override.kind == GRANT and not override.budget]
+        return [
+            override
+            for override in self.overrides
+            if override.kind == GRANT and not override.budget
+        ]
 
     def name_ledger(self) -> str:
         """The key of the ledger that counted the request."""
@@ -845,7 +964,11 @@ class SessionGuard(Guard):
     def nameless(self) -> Document | None:
         """The document of a request whose session is known only by the conversation's content; else None."""
         exchange = self._exchange
-        return exchange.look(shadow=self.limiter.shadow) if self._nameless and exchange is not None else None
+        return (
+            exchange.look(shadow=self.limiter.shadow)
+            if self._nameless and exchange is not None
+            else None
+        )
 
     def _open(self, exchange: Reading) -> Document | None:
         """The document; None if it is unreadable."""
@@ -863,5 +986,7 @@ class SessionGuard(Guard):
         try:
             self.calls = read_tool_calls(document)
         except NotCounted as why:
-            hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in NO_HISTORY
+            hides = (
+                document.may_be_json() if isinstance(why, NotJson) else why.reason not in NO_HISTORY
+            )
             self.unreadable = why.reason if hides else ""

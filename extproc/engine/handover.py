@@ -84,11 +84,21 @@ class HandedOver:
 
     def list_plans(self) -> list[Plan]:
         """The policies of all cached files."""
-        return [plan for _, made in self._known.items() if isinstance(made, _HandedOver) for plan in made.engine.plans]
+        return [
+            plan
+            for _, made in self._known.items()
+            if isinstance(made, _HandedOver)
+            for plan in made.engine.plans
+        ]
 
     def list_unenforced(self) -> list[Unenforced]:
         """The unenforced parts of all cached files; may be called from any thread."""
-        return [part for _, made in self._known.items() if isinstance(made, _HandedOver) for part in made.unenforced]
+        return [
+            part
+            for _, made in self._known.items()
+            if isinstance(made, _HandedOver)
+            for part in made.unenforced
+        ]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
         """The cached result for this content; None if it is new."""
@@ -105,7 +115,9 @@ class HandedOver:
         self._known.put(_cut(text), made)
         return made.engine if isinstance(made, _HandedOver) else made
 
-    def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver | RefusedPolicy:
+    def _make_engine(
+        self, text: str, now: datetime, checked: datetime
+    ) -> _HandedOver | RefusedPolicy:
         """Compile, as of `now`, a file that was checked at `checked`.
 
         Its policies are freed, because they are large.
@@ -117,13 +129,23 @@ class HandedOver:
         for source in policies.sources:
             source.policies.clear()
             source.kill_switches.clear()
-        return _HandedOver(policies.sources, checked, _is_shadowed(policies.sources, now), policies.unenforced, engine)
+        return _HandedOver(
+            policies.sources,
+            checked,
+            _is_shadowed(policies.sources, now),
+            policies.unenforced,
+            engine,
+        )
 
     def _parse(self, text: str, now: datetime) -> PolicySet | RefusedPolicy:
         if len(text) > MAX_POLICY_JSON:
-            return _refuse("too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are allowed"])
+            return _refuse(
+                "too_large", [f"{len(text)} characters; at most {MAX_POLICY_JSON} are allowed"]
+            )
         try:
-            policies = parse({"route metadata": text.encode("utf-8", "surrogateescape")}, now, on_route=True)
+            policies = parse(
+                {"route metadata": text.encode("utf-8", "surrogateescape")}, now, on_route=True
+            )
         except BundleErrors as error:
             return _refuse("invalid", error.errors)
         if policies.unenforced and not self._allow_unenforced:

@@ -49,7 +49,11 @@ def compile_switches(source: Source) -> list[FiledSwitch]:
     """The kill switches of a file, in order. They keep no reference to the source's objects."""
     return [
         (
-            (copy_text(switch.scope_key), copy_text(switch.scope_value), copy_text(switch.route or _ANY_ROUTE)),
+            (
+                copy_text(switch.scope_key),
+                copy_text(switch.scope_value),
+                copy_text(switch.route or _ANY_ROUTE),
+            ),
             _compile(source, place, switch),
         )
         for place, switch in source.kill_switches
@@ -63,9 +67,13 @@ class KillSwitches:
         self._switches: dict[tuple[str, str, str], list[tuple[int, Switch]]] = {}
         every = [filed for switches in files for filed in switches]
         for number, ((key, value, route), switch) in enumerate(every):
-            self._switches.setdefault((key, _leave_out_scheme(key, value), route), []).append((number, switch))
+            self._switches.setdefault((key, _leave_out_scheme(key, value), route), []).append(
+                (number, switch)
+            )
         keys = dict.fromkeys([key for key, _, _ in self._switches])
-        self._descriptors = [compile_plainly(key, hidden=False) for key in keys]  # bundles contain the values themselves
+        self._descriptors = [
+            compile_plainly(key, hidden=False) for key in keys
+        ]  # bundles contain the values themselves
 
     def __len__(self) -> int:
         """The number of different callers and routes."""

@@ -146,7 +146,9 @@ class _Shape:
         key = f"{target.caller}\n{hashes}{target.session}{target.fingerprint}{target.tool}"
         self._filed.setdefault(key, []).append(override)
 
-    def find(self, caller: Caller, session: str, fingerprint: str, tools: Sequence[str]) -> list[ActiveOverride]:
+    def find(
+        self, caller: Caller, session: str, fingerprint: str, tools: Sequence[str]
+    ) -> list[ActiveOverride]:
         """The orders that match a request; unknown fields are empty."""
         if (self._session and not session) or (self._fingerprint and not fingerprint):
             return _NOTHING
@@ -186,7 +188,13 @@ class KnownCaller:
         named_by: likewise.
     """
 
-    def __init__(self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], named_by: CallerNames) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        filed: Sequence[ActiveOverride],
+        aliases: dict[str, str],
+        named_by: CallerNames,
+    ) -> None:
         self.caller = caller
         self.filed = filed
         self.aliases = aliases
@@ -219,7 +227,13 @@ class Overrides:
         for override in overrides:
             target = override.target
             names = tuple([name for name, _ in target.descriptors])
-            fields = bool(target.caller), names, bool(target.session), bool(target.fingerprint), bool(target.tool)
+            fields = (
+                bool(target.caller),
+                names,
+                bool(target.session),
+                bool(target.fingerprint),
+                bool(target.tool),
+            )
             shape = shapes.get(fields)
             if shape is None:
                 shape = shapes[fields] = _Shape(target)
@@ -262,7 +276,11 @@ class Overrides:
 
 def select(filed: Sequence[ActiveOverride], policy: str, now: float) -> list[ActiveOverride]:
     """The orders that have not expired and apply to this policy; `now` in seconds since 1970."""
-    return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
+    return [
+        override
+        for override in filed
+        if now < override.ends and override.policy in (ALL_POLICIES, policy)
+    ]
 
 
 def _hash_descriptors(names: tuple[str, ...], values: list[tuple[str, str]]) -> str:
@@ -288,7 +306,9 @@ def find_kind(overrides: Sequence[ActiveOverride], kind: str) -> ActiveOverride 
     """The newest order of a kind, if any."""
     found = None
     for override in overrides:
-        if override.kind == kind and (found is None or (override.since, override.name) > (found.since, found.name)):
+        if override.kind == kind and (
+            found is None or (override.since, override.name) > (found.since, found.name)
+        ):
             found = override
     return found
 
@@ -308,7 +328,11 @@ def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
             steps += override.grant.steps
             tool_calls += override.grant.tool_calls
             cost += override.grant.cost
-    return min(steps, MAX_GRANT.steps), min(tool_calls, MAX_GRANT.tool_calls), min(cost, MAX_GRANT.cost)
+    return (
+        min(steps, MAX_GRANT.steps),
+        min(tool_calls, MAX_GRANT.tool_calls),
+        min(cost, MAX_GRANT.cost),
+    )
 
 
 def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int, int]:
@@ -325,7 +349,10 @@ def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int
 
 def sum_raises(overrides: Sequence[ActiveOverride], rule: str) -> float:
     """The sum by which orders raise the limits of a rule, in its unit."""
-    return sum([override.amount for override in overrides if override.raises and override.budget == rule], 0.0)
+    return sum(
+        [override.amount for override in overrides if override.raises and override.budget == rule],
+        0.0,
+    )
 
 
 def sum_tool_grants(overrides: Sequence[ActiveOverride]) -> dict[str, int]:

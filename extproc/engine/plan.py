@@ -80,7 +80,8 @@ class Parts:
         """The number of different objects."""
         return len(self._made)
 
-    def _share(self, kind: str, keys: object, make: Callable[[], object]) -> Any:  # noqa: ANN401  # depends on the kind
+    # Depends on the kind
+    def _share(self, kind: str, keys: object, make: Callable[[], object]) -> Any:  # noqa: ANN401
         made = self._made.get((kind, keys))
         if made is None:
             made = self._made[kind, keys] = make()
@@ -100,7 +101,9 @@ class Parts:
 
     def find_agent_names(self, session: Session) -> AgentNames:
         """Finds the names of agents."""
-        found: AgentNames = self._share("agents", _spell_names(session), lambda: AgentNames(session))
+        found: AgentNames = self._share(
+            "agents", _spell_names(session), lambda: AgentNames(session)
+        )
         return found
 
     def find_root_names(self, session: Session | None) -> SessionNames:
@@ -155,7 +158,14 @@ class Detector:
     """
 
     def __init__(  # noqa: PLR0913  # a policy's settings and its plan
-        self, policy: str, name: str, loop: LoopDetection, similarity: Similarity, *, shadow: bool, namespace: str
+        self,
+        policy: str,
+        name: str,
+        loop: LoopDetection,
+        similarity: Similarity,
+        *,
+        shadow: bool,
+        namespace: str,
     ) -> None:
         """`loop` must be enabled. Every key starts with the namespace."""
         self.policy = policy
@@ -169,25 +179,41 @@ class Detector:
         self.needs_body = loop.body == "include"
         self.max_inspect_bytes = loop.max_inspect_bytes
         steps = loop.list_steps(self.similarity.default_threshold)
-        self.threshold = steps[0].threshold_identical_requests or self.similarity.default_threshold or 0
-        self.actions = (Action(loop.action), *[Action(name) for name, _ in loop.escalate.list_steps()])
+        self.threshold = (
+            steps[0].threshold_identical_requests or self.similarity.default_threshold or 0
+        )
+        self.actions = (
+            Action(loop.action),
+            *[Action(name) for name, _ in loop.escalate.list_steps()],
+        )
         self.noted = self.actions[0] if self.actions[0] in _MILD else Action.WARN
         self.mildest = self.actions[0] if len(self.actions) > 1 else self.noted
-        self.patient = next((action for action in reversed(self.actions) if action not in _ENDING), Action.WARN)
+        self.patient = next(
+            (action for action in reversed(self.actions) if action not in _ENDING), Action.WARN
+        )
         self.steers = not NOTED.isdisjoint(self.actions)
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
         self.steer_note = loop.steer_note or ""
         self.steer_share = loop.steer_share if Action.STEER in self.actions else EVERYBODY
-        self._later = tuple([(step.threshold_identical_requests or self.threshold) - self.threshold for step in steps])
+        self._later = tuple(
+            [
+                (step.threshold_identical_requests or self.threshold) - self.threshold
+                for step in steps
+            ]
+        )
         self._last = self._later[-1]
         later = list(zip(self.actions, self._later, strict=True))
         self._ends = [step for step in later if step[0] in _ENDING]
-        self._noted_from = next((number for action, number in later if action in NOTED), MAX_THRESHOLD)
+        self._noted_from = next(
+            (number for action, number in later if action in NOTED), MAX_THRESHOLD
+        )
         self.window_seconds = loop.window_seconds or 0
         # A stateless detector stores only its cooldown, which has a start and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
         self.max_delay_ms = loop.max_delay_ms
-        self.refusal = _make_refusal_form(loop.reject_status, completes=loop.refuse_as == COMPLETION)
+        self.refusal = _make_refusal_form(
+            loop.reject_status, completes=loop.refuse_as == COMPLETION
+        )
         self._key = f"{namespace}loop:{policy}:{name}:{self.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
@@ -211,7 +237,9 @@ class Detector:
         """The lowest threshold: the subject's own, or the detector's."""
         return self.threshold if subject is self.similarity else subject.threshold or self.threshold
 
-    def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
+    def make_hit(
+        self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None
+    ) -> Hit | None:
         """The store's question for this request, if any. `digest` is fingerprint and check."""
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
@@ -219,11 +247,19 @@ class Detector:
             # the cooldown.
             threshold = self._find_threshold(subject) + self._last
             count_refused, count_to = self._count_refused, max(threshold, DISPLAY_COUNT)
-            return Hit(key, self.window_type, self._window_ms, threshold, self._cooldown_ms, count_refused, count_to)
+            return Hit(
+                key,
+                self.window_type,
+                self._window_ms,
+                threshold,
+                self._cooldown_ms,
+                count_refused,
+                count_to,
+            )
         if not self._cooldown_ms or repeat is None:
             return None
-        # The request itself shows its loop; the store only has the cooldown. A loop that reaches the
-        # strictest action starts it, others only look it up.
+        # The request itself shows its loop; the store only has the cooldown. A loop that reaches
+        # the strictest action starts it, others only look it up.
         threshold = 1 if repeat.rank == len(self._later) + 1 else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
@@ -236,7 +272,9 @@ class Detector:
             return max(1, -(-waits // 1000))
         counted = count.count if self._count_refused else count.count - 1
         if counted + 1 >= threshold:
-            over = self._window_ms - count.span_ms if self.window_type == "fixed" else self._window_ms
+            over = (
+                self._window_ms - count.span_ms if self.window_type == "fixed" else self._window_ms
+            )
             waits = max(waits, over)
         return max(1, -(-waits // 1000))
 
@@ -271,14 +309,31 @@ class Detector:
         """The actions for this request and the two before it, newest first."""
         repeat = outcome.repeat
         if repeat is not None and repeat.before is not None:
-            return self._find_due(repeat), self._find_due(repeat.before.last), self._find_due(repeat.before.earlier)
-        first = self._find_threshold(outcome.subject) if repeat is None else repeat.threshold - self._later[repeat.step]
+            return (
+                self._find_due(repeat),
+                self._find_due(repeat.before.last),
+                self._find_due(repeat.before.earlier),
+            )
+        first = (
+            self._find_threshold(outcome.subject)
+            if repeat is None
+            else repeat.threshold - self._later[repeat.step]
+        )
         thresholds, count = [first + later for later in self._later], outcome.count
         actions = (Action.ALLOW, *self.actions)
-        found = [actions[bisect_right(thresholds, number)] for number in (count, count - 1, count - 2)]
+        found = [
+            actions[bisect_right(thresholds, number)] for number in (count, count - 1, count - 2)
+        ]
         return found[0], found[1], found[2]
 
-    def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
+    def judge(
+        self,
+        fingerprint: str,
+        tenant: str,
+        count: Count,
+        subject: Subject,
+        repeat: Repeat | None = None,
+    ) -> Outcome:
         """The outcome of a request that has been counted."""
         number, action = count.count, Action.ALLOW
         if self.stateless:
@@ -363,10 +418,14 @@ class Plan:
         # its counts.
         namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""
         self.detectors = tuple(
-            Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)
+            Detector(
+                self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace
+            )
             for name, loop in spec.detectors()
         )
-        self.leaves_out_notes = not shadow and any(detector.steer_share < EVERYBODY for detector in self.detectors)
+        self.leaves_out_notes = not shadow and any(
+            detector.steer_share < EVERYBODY for detector in self.detectors
+        )
         self.counts_failed = all(detector.counts_failed for detector in self.detectors)
         self._bypass = tuple(_compile_bypass(entry) for entry in spec.bypass)
         self._missing = spec.missing_descriptor
@@ -377,27 +436,43 @@ class Plan:
         missing = self._missing if self.tells_callers_apart else ""
         self.merges_strangers = missing == "share"
         needs_no_caller = any(detector.needs_no_caller for detector in self.detectors)
-        self.guards_strangers = needs_no_caller and missing == "require_one" and not self.refuses_uncountable
+        self.guards_strangers = (
+            needs_no_caller and missing == "require_one" and not self.refuses_uncountable
+        )
         self.reads_body = bool(self._body_descriptors)
-        self.callers = find_names((*self._descriptors, *[descriptor for descriptor, _ in self._body_descriptors]))
+        self.callers = find_names(
+            (*self._descriptors, *[descriptor for descriptor, _ in self._body_descriptors])
+        )
         self.labels, _ = parts.find_descriptors(spec.labels)
         self.aliases: dict[str, str] = {}
         self.rings: Rings | None = None
         if any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
         self.limiter = self._make_limiter(spec, parts, namespace)
-        self.root_names = self.limiter.names if self.limiter is not None else parts.find_root_names(spec.session)
+        self.root_names = (
+            self.limiter.names if self.limiter is not None else parts.find_root_names(spec.session)
+        )
         self.budget = self._make_budget(spec, parts, namespace) if spec.has_budgets() else None
-        self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
+        self.needs_body = (
+            self.reads_body
+            or self.limiter is not None
+            or any(detector.needs_body for detector in self.detectors)
+        )
         looking = [
             detector.max_inspect_bytes
             for detector in self.detectors
             if self.reads_body or detector.looks or detector.refusal.completes
         ]
-        steering = [detector.max_inspect_bytes for detector in self.detectors if detector.steers and not shadow]
+        steering = [
+            detector.max_inspect_bytes
+            for detector in self.detectors
+            if detector.steers and not shadow
+        ]
         if self.limiter is not None:
             looking.append(self.limiter.max_inspect_bytes)
-            if (self.limiter.steers or self.limiter.narrows or self.limiter.asks_usage) and not shadow:
+            if (
+                self.limiter.steers or self.limiter.narrows or self.limiter.asks_usage
+            ) and not shadow:
                 steering.append(self.limiter.max_inspect_bytes)
         if self.budget is not None:
             self._read_for_budget(self.budget, looking, steering)
@@ -443,14 +518,18 @@ class Plan:
         agents = parts.find_agent_names(session)
         names = _make_names(session, self.rings if spec.session is not None else None, agents)
         limits = spec.session_limits, spec.unnamed_limits
-        return SessionLimiter(self.id, *limits, session, names, agents, most, shadow=self.shadow, namespace=namespace)
+        return SessionLimiter(
+            self.id, *limits, session, names, agents, most, shadow=self.shadow, namespace=namespace
+        )
 
     @property
     def chooses_status(self) -> bool:
         """Whether the status of refusals depends on the client, and on whether waiting helps."""
         forms = [detector.refusal for detector in self.detectors]
         forms += [self.limiter.refusal] if self.limiter is not None else []
-        forms += [rule.refusal for rule in self.budget.guard.rules] if self.budget is not None else []
+        forms += (
+            [rule.refusal for rule in self.budget.guard.rules] if self.budget is not None else []
+        )
         return any(form.status is None for form in forms)
 
     @property
@@ -464,10 +543,14 @@ class Plan:
 
     def list_names(self) -> list[str]:
         """The names of the descriptors that identify callers, and of the alternatives of each `first_of`."""
-        names = [item.name for item in self._descriptors] + [item.name for item, _ in self._body_descriptors]
+        names = [item.name for item in self._descriptors] + [
+            item.name for item, _ in self._body_descriptors
+        ]
         return list(dict.fromkeys([*names, *[form.name for form in self.callers.forms]]))
 
-    def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def read_descriptors(
+        self, request: HttpRequest, missing: list[tuple[str, str]]
+    ) -> list[tuple[str, str]]:
         """The caller's descriptors by name, except those in the body.
 
         Args:
@@ -509,7 +592,11 @@ class Plan:
 
     def tells_apart_as(self, planned: PlannedRule, values: Sequence[tuple[str, str]]) -> bool:
         """Whether a rule has the same limit keys as the policy, and the request has all of them."""
-        return planned.head is self._descriptors and len(values) == len(planned.head) and len(self._body_descriptors) == 0
+        return (
+            planned.head is self._descriptors
+            and len(values) == len(planned.head)
+            and len(self._body_descriptors) == 0
+        )
 
     @property
     def judges_requests(self) -> bool:
@@ -550,15 +637,25 @@ class Plan:
     def list_reads(self) -> list[tuple[str, str]]:
         """What the policy reads from a request's head besides its selector, as (source, argument) of limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
-        keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
+        keys += (
+            [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()]
+            if self.limiter is not None
+            else []
+        )
         keys += self.ramp.descriptors if self.ramp is not None else ()
         keys += self.budget.list_reads() if self.budget is not None else []
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]
-        return list(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing]))
+        return list(
+            dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing])
+        )
 
     def read_body_descriptors(
-        self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]], key: HashKey
+        self,
+        document: Document,
+        values: list[tuple[str, str]],
+        missing: list[tuple[str, str]],
+        key: HashKey,
     ) -> list[tuple[str, str]]:
         """All of the caller's descriptors, including those in the body.
 
@@ -575,13 +672,18 @@ class Plan:
             value = document.value()
         except NotJson:
             value = None
-        found = [(each, find_hidden(value, each, pointer, key)) for each, pointer in self._body_descriptors]
+        found = [
+            (each, find_hidden(value, each, pointer, key))
+            for each, pointer in self._body_descriptors
+        ]
         if any(len(text) > MAX_DESCRIPTOR for _, text in found):
             raise NotCounted("descriptor_too_long")
         values = [*values, *((descriptor.name, text) for descriptor, text in found if text)]
         lacking = [(self.id, descriptor.key) for descriptor, text in found if not text]
         if lacking:
-            missing += [entry for entry in lacking if entry not in missing]  # several detectors read the same body
+            missing += [
+                entry for entry in lacking if entry not in missing
+            ]  # several detectors read the same body
             self._check_missing(values, may_follow=False)
         return values
 
@@ -603,4 +705,6 @@ def _bypasses(entry: _BypassRule, request: HttpRequest) -> bool:
         return False
     if entry.exact is None and entry.prefix is None:
         return True
-    return request.path == entry.exact or (entry.prefix is not None and is_below(request.path, entry.prefix))
+    return request.path == entry.exact or (
+        entry.prefix is not None and is_below(request.path, entry.prefix)
+    )

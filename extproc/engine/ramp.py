@@ -54,11 +54,16 @@ class Ramp:
         """The caller's place, 1 to 100; 0 if the request has none of the keys."""
         if is_too_long(request.target, request.query):
             return 0  # not counted, so not read
-        read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self.descriptors]
+        read = [
+            (descriptor.name, descriptor.read(request, descriptor.argument))
+            for descriptor in self.descriptors
+        ]
         values = [(name, value) for name, value in read if value]
         if not values:
             return 0
-        first = min([self._hash(each) for each in [values, *list_others(self._shown, request, values)]])
+        first = min(
+            [self._hash(each) for each in [values, *list_others(self._shown, request, values)]]
+        )
         place = (first * PLACES >> _BITS) + 1
         seen = self.inside if self.covers(place) else self.outside
         if first not in seen and len(seen) < _MOST_SEEN:
@@ -68,11 +73,16 @@ class Ramp:
     def _hash(self, values: Sequence[tuple[str, str]]) -> int:
         """The hash of one caller."""
         caller = join_descriptors(values)
-        digest = blake2b(caller.encode("utf-8", "surrogateescape"), digest_size=_BITS // 8, key=self._key).digest()
+        digest = blake2b(
+            caller.encode("utf-8", "surrogateescape"), digest_size=_BITS // 8, key=self._key
+        ).digest()
         return int.from_bytes(digest, "big")
 
 
 def tell_share(percent: int, acting: int, callers: int) -> str:
     """The number of callers seen, and how many of them the policy acts on, in words."""
-    told = f"enforce_percent {percent} acts on {acting:,} of {callers:,} caller{'' if callers == 1 else 's'}"
+    told = (
+        f"enforce_percent {percent} acts on {acting:,} of {callers:,} "
+        f"caller{'' if callers == 1 else 's'}"
+    )
     return told if acting or not callers else f"{told}, so it enforces nothing yet"

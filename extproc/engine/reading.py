@@ -74,13 +74,27 @@ class Reading:
         return self._names
 
     def find_session(
-        self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
+        self,
+        names: SessionNames,
+        values: Sequence[str],
+        document: Document | None,
+        plan: Plan,
+        caller: str,
     ) -> str:
         """See `SessionNames.find`."""
         if values is not self._values or document is not self._looked:
-            looked = document is self._looked and names.looks_in == self._looked_in and values == self._values
+            looked = (
+                document is self._looked
+                and names.looks_in == self._looked_in
+                and values == self._values
+            )
             name = self._session if looked else names.find(values, document)
-            self._session, self._values, self._looked, self._looked_in = name, values, document, names.looks_in
+            self._session, self._values, self._looked, self._looked_in = (
+                name,
+                values,
+                document,
+                names.looks_in,
+            )
             changing = names.watch(values, name, document, None if plan.reads_body else caller)
             if changing:
                 self.changing = [*self.changing, (plan.id, changing)]
@@ -122,7 +136,10 @@ class Reading:
             return plain
         if ends and plain is not None and not plain.shortened:
             if most != self._most:
-                self._excerpt, self._most = make_excerpt(Excerpt(LIST_PATHS, most), bytes(plain)), most
+                self._excerpt, self._most = (
+                    make_excerpt(Excerpt(LIST_PATHS, most), bytes(plain)),
+                    most,
+                )
             if self._excerpt is not None:
                 return self._excerpt
         raise NotCounted(self.unreadable if plain is None or plain.shortened else "inspect_limit")

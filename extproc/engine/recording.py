@@ -35,7 +35,9 @@ _MAX_PAIRS: Final = 64
 hashed as a whole."""
 
 
-def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool) -> dict[str, Any]:
+def record_head(
+    request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool
+) -> dict[str, Any]:
     """The record of a request before its body is known.
 
     Args:
@@ -49,9 +51,14 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
     parameters: list[str] = []
     for source, name in dict.fromkeys([read for plan in plans for read in plan.list_reads()]):
         if source == CREDENTIAL:
-            headers |= {each: request.read_secret(f"header:{each}") or None for each in _list_credential_headers(request)}
+            headers |= {
+                each: request.read_secret(f"header:{each}") or None
+                for each in _list_credential_headers(request)
+            }
         elif f"{source}:{name}" == VENDOR_SESSION:
-            headers |= {each: _write_header(request, each, plain) for each in find_vendor_headers(request)}
+            headers |= {
+                each: _write_header(request, each, plain) for each in find_vendor_headers(request)
+            }
         elif source == "header" and name != "host":
             headers[name] = _write_header(request, name, plain)
         elif source == "jwt":
@@ -86,7 +93,11 @@ def record_body(record: dict[str, Any], body: Body | None, reason: str, now: flo
     """
     record["time"] = round(now, 3)
     if body is not None:
-        record |= {"body_bytes": body.length, "body_crc32": write_crc32(body.crc32), "body_adler32": write_crc32(body.adler32)}
+        record |= {
+            "body_bytes": body.length,
+            "body_crc32": write_crc32(body.crc32),
+            "body_adler32": write_crc32(body.adler32),
+        }
     elif reason:
         record["unknown"] = reason
 
@@ -133,7 +144,11 @@ def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -
     pairs = request.read_shown_query()
     if plain:
         changed = pairs is not request.read_query()
-        return urlencode([(_clean(name), _clean(value)) for name, value in pairs]) if changed else _clean(request.query)
+        return (
+            urlencode([(_clean(name), _clean(value)) for name, value in pairs])
+            if changed
+            else _clean(request.query)
+        )
     whole = ""
     if len(pairs) > _MAX_PAIRS:
         whole = hash_value("&".join(sorted([f"{name}={value}" for name, value in pairs])))
@@ -148,4 +163,8 @@ def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -
 
 def _clean(text: str) -> str:
     """Escape invalid UTF-8, because metadata allows only valid text."""
-    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return (
+        text
+        if text.isascii()
+        else text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    )

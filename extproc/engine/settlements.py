@@ -24,7 +24,14 @@ from extproc.engine.guards import CALLS, SessionGuard
 from extproc.engine.plan import Plan
 from extproc.sessions.rates import Usage, estimate_tokens
 from extproc.store.rules.budget import HIGHEST, Take
-from extproc.store.rules.session import FAILED, MAX_RESERVE, NANO_DOLLARS, SUCCEEDED, WITHDRAWN, Settlement
+from extproc.store.rules.session import (
+    FAILED,
+    MAX_RESERVE,
+    NANO_DOLLARS,
+    SUCCEEDED,
+    WITHDRAWN,
+    Settlement,
+)
 from extproc.store.rules.take_back import COUNTED, TakeBack
 
 BUDGETS: Final = "budgets"
@@ -148,8 +155,20 @@ def list_give_backs(
     for each in sessions:
         if each.is_let_through:
             limits = each.limiter.find_limits(each.session)
-            asked = Settlement(each.name_ledger(), limits, each.call, 0, estimated=False, outcome=outcome)
-            given.append(Settled(asked, each.plan.id, each.limiter.mode, False, each.tenant, each.session, each.model))
+            asked = Settlement(
+                each.name_ledger(), limits, each.call, 0, estimated=False, outcome=outcome
+            )
+            given.append(
+                Settled(
+                    asked,
+                    each.plan.id,
+                    each.limiter.mode,
+                    False,
+                    each.tenant,
+                    each.session,
+                    each.model,
+                )
+            )
     for budget in budgets:
         for one in budget.reserved:
             taken = one.taken
@@ -181,7 +200,11 @@ def describe_calls(exchange: Exchange) -> str:
         for each in exchange.sessions
         if each.is_let_through
     ]
-    looping = [*exchange.conversation_key, estimate_tokens(exchange.sums.length)] if exchange.is_priced else None
+    looping = (
+        [*exchange.conversation_key, estimate_tokens(exchange.sums.length)]
+        if exchange.is_priced
+        else None
+    )
     if looping is not None and described:
         described[0][_LOOP], looping = looping, None
     if not exchange.counts_failed:
@@ -223,11 +246,22 @@ def _describe_budget(budget: BudgetGuard) -> dict[str, object] | None:
     reserved: list[tuple[str, str, str, int, int]] = []
     for each in budget.reserved:
         taken = each.taken
-        if (logged or each.rule.cost.measured) and taken is not None and taken.granted and taken.here is None:
-            reserved.append((each.rule.name, each.limit.suffix, each.take.key, each.take.amount, taken.start))
+        if (
+            (logged or each.rule.cost.measured)
+            and taken is not None
+            and taken.granted
+            and taken.here is None
+        ):
+            reserved.append(
+                (each.rule.name, each.limit.suffix, each.take.key, each.take.amount, taken.start)
+            )
     if not reserved:
         return None
-    found: dict[str, object] = {BUDGETS: reserved, "policy": budget.plan.id, "mode": budget.budget.mode}
+    found: dict[str, object] = {
+        BUDGETS: reserved,
+        "policy": budget.plan.id,
+        "mode": budget.budget.mode,
+    }
     estimate = budget.estimate
     found |= {"model": estimate.model, "call": CALLS.name().hex()}
     if estimate.answer and read_path(budget.request.path).longest_answers:
@@ -248,8 +282,16 @@ def read_calls(text: object) -> Sequence[dict[str, Any]]:
 def read_counted(named: object) -> list[TakeBack]:
     """Parse the counters to undo."""
     pairs = named if isinstance(named, list) else []
-    texts = [pair for pair in pairs if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)]
-    return [TakeBack(key, str(kind)) for kind, key in texts[:_MOST_POLICIES] if _KEY_OF_OURS.fullmatch(key) is not None]
+    texts = [
+        pair
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)
+    ]
+    return [
+        TakeBack(key, str(kind))
+        for kind, key in texts[:_MOST_POLICIES]
+        if _KEY_OF_OURS.fullmatch(key) is not None
+    ]
 
 
 def list_settlements(engine: Engine, entry: Entry) -> tuple[list[Settled], int]:
@@ -268,7 +310,11 @@ def _find_plan(engine: Engine, named: dict[str, Any]) -> Plan | None:
     """The policy that let the request through, in its mode at that time."""
     policy = named.get("policy")
     plan = engine.find_plan(policy) if isinstance(policy, str) else None
-    return plan.watching if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW else plan
+    return (
+        plan.watching
+        if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW
+        else plan
+    )
 
 
 def _settle_call(plan: Plan, named: dict[str, Any], entry: Entry) -> list[Settled]:
@@ -279,12 +325,24 @@ def _settle_call(plan: Plan, named: dict[str, Any], entry: Entry) -> list[Settle
     if guard is None or not isinstance(key, str) or not guard.owns(key) or not call:
         return []
     model = guard.rates.choose_name(entry.model, _read_model(named))
-    cost, reserved = guard.rates.find_cost(model, entry.usage), _read_reserved(named) if entry.cut else 0
+    cost, reserved = (
+        guard.rates.find_cost(model, entry.usage),
+        _read_reserved(named) if entry.cut else 0,
+    )
     _, renewed, tenant = key.rsplit(":", 2)
     session = renewed.rpartition(".")[2]
     outcome = FAILED if entry.failed else WITHDRAWN if entry.unsent else SUCCEEDED
     limits = guard.find_limits(session)
-    asked = Settlement(key, limits, call, max(cost, reserved), entry.estimated, outcome, entry.usage, entry.model_ms)
+    asked = Settlement(
+        key,
+        limits,
+        call,
+        max(cost, reserved),
+        entry.estimated,
+        outcome,
+        entry.usage,
+        entry.model_ms,
+    )
     stands = outcome == SUCCEEDED and cost < reserved
     spent = 0 if entry.unsent else max(cost, reserved)
     loop = _read_loop(named, spent, _read_reserved(named), entry)
@@ -297,20 +355,34 @@ def _settle_budgets(guard: BudgetRules, named: dict[str, Any], entry: Entry) -> 
     They also correct its `anchors`.
     """
     reserved, call, session = named[BUDGETS], _read_call(named).hex(), named.get("session")
-    model, most, prompt = entry.model or _read_model(named), _read_whole(named.get("most")), _read_whole(named.get("prompt"))
+    model, most, prompt = (
+        entry.model or _read_model(named),
+        _read_whole(named.get("most")),
+        _read_whole(named.get("prompt")),
+    )
     counted = not (entry.refused or entry.unsent or entry.estimated) and entry.usage.prompt > 0
     settled: list[Settled] = []
     for place, each in enumerate(reserved[:_MOST_RESERVED] if isinstance(reserved, list) else ()):
-        found = _settle_budget(guard, each, entry, model, most, f"{call}.{place}" if call else "", named)
+        found = _settle_budget(
+            guard, each, entry, model, most, f"{call}.{place}" if call else "", named
+        )
         if found is not None:
             settled.append(found)
             if prompt and counted:
-                guard.anchors.learn(f"{found.asked.key.rpartition(':')[2]}:{session}", prompt, entry.usage.prompt)
+                guard.anchors.learn(
+                    f"{found.asked.key.rpartition(':')[2]}:{session}", prompt, entry.usage.prompt
+                )
     return settled
 
 
 def _settle_budget(  # noqa: PLR0913  # everything that decides
-    guard: BudgetRules, reserved: object, entry: Entry, model: str, most: int, call: str, named: dict[str, Any]
+    guard: BudgetRules,
+    reserved: object,
+    entry: Entry,
+    model: str,
+    most: int,
+    call: str,
+    named: dict[str, Any],
 ) -> Settled | None:
     """One settlement; None if the metadata is forged, or the rule no longer exists.
 
@@ -321,7 +393,12 @@ def _settle_budget(  # noqa: PLR0913  # everything that decides
     if not isinstance(reserved, list) or len(reserved) != _RESERVED:
         return None
     rule, suffix, key, amount, start = reserved
-    if not (isinstance(rule, str) and isinstance(suffix, str) and isinstance(key, str) and guard.owns(key)):
+    if not (
+        isinstance(rule, str)
+        and isinstance(suffix, str)
+        and isinstance(key, str)
+        and guard.owns(key)
+    ):
         return None
     known = guard.find_limit(rule, suffix)
     if known is None or not (_is_whole(amount) and _is_whole(start)) or len(key) > _LONGEST_KEY:
@@ -331,10 +408,14 @@ def _settle_budget(  # noqa: PLR0913  # everything that decides
     free = entry.refused or entry.unsent
     if not owner.cost.measured:
         take = limit.make_take(key, amount).settle(amount if free else 0, start, call)
-        return Settled(take, guard.policy, guard.mode, take.amount == 0, tenant, rule=owner.name, limit=limit)
+        return Settled(
+            take, guard.policy, guard.mode, take.amount == 0, tenant, rule=owner.name, limit=limit
+        )
     usage = entry.usage
     if entry.most_output > usage.output:
-        usage = usage._replace(output=min(entry.most_output, max(most, usage.output)) if most else entry.most_output)
+        usage = usage._replace(
+            output=min(entry.most_output, max(most, usage.output)) if most else entry.most_output
+        )
     used = 0 if free else owner.cost.weigh(usage, model, limit.units)
     if (entry.cut or entry.absurd) and not free:
         used = max(used, amount)
@@ -342,8 +423,22 @@ def _settle_budget(  # noqa: PLR0913  # everything that decides
     told = used / limit.units, amount / limit.units
     loop = None
     if limit.unit == DOLLAR_UNIT:
-        loop = _read_loop(named, used * NANO_DOLLARS // limit.units, amount * NANO_DOLLARS // limit.units, entry)
-    return Settled(take, guard.policy, guard.mode, used == amount == 0, tenant, "", "", owner.name, *told, limit, loop)
+        loop = _read_loop(
+            named, used * NANO_DOLLARS // limit.units, amount * NANO_DOLLARS // limit.units, entry
+        )
+    return Settled(
+        take,
+        guard.policy,
+        guard.mode,
+        used == amount == 0,
+        tenant,
+        "",
+        "",
+        owner.name,
+        *told,
+        limit,
+        loop,
+    )
 
 
 def _read_loop(named: dict[str, Any], cost: int, reserved: int, entry: Entry) -> LoopCost | None:
@@ -352,9 +447,14 @@ def _read_loop(named: dict[str, Any], cost: int, reserved: int, entry: Entry) ->
     if not isinstance(row, list) or len(row) != _LOOPING or not _is_whole(row[2]):
         return None
     tenant, conversation, prompt = row
-    if not (isinstance(tenant, str) and isinstance(conversation, str)) or len(tenant) + len(conversation) > _LONGEST_NAME:
+    if (
+        not (isinstance(tenant, str) and isinstance(conversation, str))
+        or len(tenant) + len(conversation) > _LONGEST_NAME
+    ):
         return None
-    return LoopCost((tenant, conversation), cost, reserved, 0 if entry.unsent else entry.usage.prompt, prompt)
+    return LoopCost(
+        (tenant, conversation), cost, reserved, 0 if entry.unsent else entry.usage.prompt, prompt
+    )
 
 
 def _read_model(named: dict[str, Any]) -> str:
@@ -376,7 +476,9 @@ def _read_call(named: dict[str, Any]) -> bytes:
 def _read_reserved(named: dict[str, Any]) -> int:
     """The amount that a call reserved, in nano-dollars; 0 if the metadata is forged."""
     reserved = named.get("reserve")
-    return int(reserved) if isinstance(reserved, (int, float)) and 0 <= reserved <= MAX_RESERVE else 0
+    return (
+        int(reserved) if isinstance(reserved, (int, float)) and 0 <= reserved <= MAX_RESERVE else 0
+    )
 
 
 def _read_whole(value: object) -> int:

@@ -16,7 +16,13 @@ from time import monotonic
 from typing import Final
 
 from extproc.apis import read_counts
-from extproc.apis.usage import GATEWAY_MODEL, GATEWAY_NAMESPACE, MODEL, USAGE_NAMESPACE, read_gateway_counts
+from extproc.apis.usage import (
+    GATEWAY_MODEL,
+    GATEWAY_NAMESPACE,
+    MODEL,
+    USAGE_NAMESPACE,
+    read_gateway_counts,
+)
 from extproc.decision import Action
 from extproc.engine.settlements import Entry, read_calls, read_counted
 from extproc.errors import ProtocolError
@@ -31,7 +37,10 @@ from extproc.store.rules.take_back import COUNTED
 _LOG = logging.getLogger("loopguard")
 
 MAX_MESSAGE: Final = 2**18
-"""Bytes. Envoy sends entries after collecting 16 KiB, so only large headers make a message larger."""
+"""Bytes.
+
+Envoy sends entries after collecting 16 KiB, so only large headers make a message larger.
+"""
 
 MAX_ENTRIES: Final = 1_000
 """Entries read per message. They take 13 ms, or 50 ms in pure Python."""
@@ -67,7 +76,9 @@ _NUMBER_VALUE: Final = 2 << 3 | FIXED64
 _STRING_VALUE: Final = 3 << 3 | DELIMITED
 _BOOL_VALUE: Final = 4 << 3 | VARINT
 
-_FLAGS: Final = {field.name: field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields}
+_FLAGS: Final = {
+    field.name: field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields
+}
 _LEFT: Final = frozenset(
     [
         _FLAGS[name]
@@ -86,7 +97,10 @@ cause."""
 _UPSTREAM_FLAGS: Final = frozenset(_FLAGS.values()) - _LEFT
 """Response flags for failures of the upstream, or of the connection to it."""
 
-_CUT: Final = _LEFT | {_FLAGS["upstream_request_timeout"], _FLAGS["upstream_max_stream_duration_reached"]}
+_CUT: Final = _LEFT | {
+    _FLAGS["upstream_request_timeout"],
+    _FLAGS["upstream_max_stream_duration_reached"],
+}
 """Response flags of answers that the upstream may have continued."""
 
 # Names are compared as bytes; decoding them would take longer.
@@ -116,9 +130,16 @@ times _MOST_OUTPUT, for requests with several answers."""
 _MOST_PROMPT: Final = 10_000_000
 """Tokens. No model's context is larger, but a batch may be: up to its number of bytes."""
 
-_STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
+_STREAMS: Final = (
+    "text/event-stream",
+    "application/x-ndjson",
+    "application/vnd.amazon.eventstream",
+)
 _BYTES_PER_EVENT: Final = 128
-"""Estimated bytes per token of a streamed response. An event is usually JSON around a few letters."""
+"""Estimated bytes per token of a streamed response.
+
+An event is usually JSON around a few letters.
+"""
 
 _BYTES_PER_COMPRESSED_TOKEN: Final = 1
 """Compression shrinks text to a third or a quarter."""
@@ -206,7 +227,11 @@ class AccessLog:
         self._failed.inc()
         suppressed = self._errors.admit(monotonic())
         if suppressed is not None:
-            _LOG.error("an access log entry was lost", exc_info=error, extra=make_extra(suppressed=suppressed or None))
+            _LOG.error(
+                "an access log entry was lost",
+                exc_info=error,
+                extra=make_extra(suppressed=suppressed or None),
+            )
 
 
 def read_message(message: bytes) -> tuple[list[Entry], int]:
@@ -409,8 +434,12 @@ def _make_entry(logged: _Logged) -> Entry | None:
     calls = tuple([each for each in named if COUNTED not in each])
     # Another filter may refuse a counted request. Successful answers without an upstream are not
     # refusals.
-    unsent = not (refused or failed or logged.sent) and (logged.status >= _ERROR or not logged.status)
-    counted = [found for each in named if failed or unsent for found in read_counted(each.get(COUNTED))]
+    unsent = not (refused or failed or logged.sent) and (
+        logged.status >= _ERROR or not logged.status
+    )
+    counted = [
+        found for each in named if failed or unsent for found in read_counted(each.get(COUNTED))
+    ]
     if named and not calls and not counted:
         return None
     found = _FoundUsage(logged)
@@ -448,7 +477,10 @@ class _FoundUsage:
 
     def __init__(self, logged: _Logged) -> None:
         told = read_counts(logged.told) or read_gateway_counts(logged.gateway)
-        most_prompt, most_output = max(_MOST_PROMPT, logged.request_bytes), max(_MOST_TOLD, logged.response_bytes)
+        most_prompt, most_output = (
+            max(_MOST_PROMPT, logged.request_bytes),
+            max(_MOST_TOLD, logged.response_bytes),
+        )
         most = {name: most_output if name in _WRITTEN else most_prompt for name in told}
         self.absurd = len([name for name, count in told.items() if count > most[name]]) > 0
         told = {name: count for name, count in told.items() if 0 <= count <= most[name]}
@@ -458,7 +490,10 @@ class _FoundUsage:
         self.most_output = 0
         nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
         if nothing and not self.cut and prompt < 0 and output < 0:
-            self.usage, self.estimated = Usage(0, 0), False  # errors and failures without an answer are free
+            self.usage, self.estimated = (
+                Usage(0, 0),
+                False,
+            )  # errors and failures without an answer are free
             return
         cached = int(told.get("cached", 0))
         self.estimated = prompt < 0 or output < 0
@@ -466,10 +501,14 @@ class _FoundUsage:
             prompt = max(cached, estimate_tokens(logged.request_bytes))
         if output < 0:
             output, self.most_output = _estimate_output(logged)
-        cached = min(cached, max(prompt, estimate_tokens(logged.request_bytes)))  # some gateways exclude it from the input
+        cached = min(
+            cached, max(prompt, estimate_tokens(logged.request_bytes))
+        )  # some gateways exclude it from the input
         read, written = int(told.get("cache_read", 0)), int(told.get("cache_write", 0))
         thoughts, tools = int(told.get("thoughts", 0)), int(told.get("tool_input", 0))
-        self.usage = Usage(max(0, prompt - cached) + tools, output + thoughts, cached + read, written)
+        self.usage = Usage(
+            max(0, prompt - cached) + tools, output + thoughts, cached + read, written
+        )
 
 
 _WRITTEN: Final = ("output", "thoughts")
@@ -485,4 +524,6 @@ def _estimate_output(logged: _Logged) -> tuple[int, int]:
     most = min(logged.response_bytes // least, _MOST_OUTPUT)
     if not streams:
         return most, 0
-    return min(logged.response_bytes * BYTES_PER_TOKEN // (_BYTES_PER_EVENT * least), _MOST_OUTPUT), most
+    return min(
+        logged.response_bytes * BYTES_PER_TOKEN // (_BYTES_PER_EVENT * least), _MOST_OUTPUT
+    ), most

@@ -32,7 +32,10 @@ NEW_SECONDS: Final = RESERVE_SECONDS / 2
 callers."""
 
 PRESENT_SECONDS: Final = 1.0
-"""Length of a span, in seconds. A caller stays active for one to two spans after its last request."""
+"""Length of a span, in seconds.
+
+A caller stays active for one to two spans after its last request.
+"""
 
 MAX_TENANTS: Final = 9_000
 """Maximum number of returning callers. The least recently active is dropped, and counts as new if

@@ -35,7 +35,13 @@ from extproc.ext_proc.answers.let_pass import (
     replace_headers,
 )
 from extproc.ext_proc.answers.metadata import SESSIONS, write_sessions
-from extproc.ext_proc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
+from extproc.ext_proc.answers.refuse import (
+    refuse,
+    refuse_blocked,
+    refuse_killed,
+    refuse_uncountable,
+    refuse_without_store,
+)
 from extproc.ext_proc.changes.changes import NOTHING, UNCHANGED, Changed, Original
 from extproc.ext_proc.changes.changes import OBSERVED as NOT_WAITED_FOR
 from extproc.ext_proc.service import Service
@@ -109,7 +115,14 @@ class Reply:
 MaybeLater: TypeAlias = Reply | Awaitable[Reply]
 
 HEADERS: Final = ("request_headers", LAST_HEADERS)
-_PHASES = (*HEADERS, "request_body", "request_trailers", "response_headers", "response_body", "response_trailers")
+_PHASES = (
+    *HEADERS,
+    "request_body",
+    "request_trailers",
+    "response_headers",
+    "response_body",
+    "response_trailers",
+)
 
 _PASS_BYTES: Final = {kind: let_pass(kind) for kind in _PHASES}
 PASS: Final = {kind: Reply(answer, done=False) for kind, answer in _PASS_BYTES.items()}
@@ -124,7 +137,9 @@ class Later:
         stay: adapts the reply if the stream must continue; else None.
     """
 
-    def __init__(self, service: Service, kind: str, exchange: Exchange, asked: Asked, shadow_counts: Counts) -> None:
+    def __init__(
+        self, service: Service, kind: str, exchange: Exchange, asked: Asked, shadow_counts: Counts
+    ) -> None:
         self.stay: Callable[[Reply], Reply] | None = None
         self._service = service
         self._kind = kind
@@ -144,7 +159,13 @@ class Later:
     def finish(self) -> Reply:
         """The reply, once the store has answered."""
         try:
-            reply = answer(self._service, self._kind, self._exchange, self._asked.collect(), self._shadow_counts)
+            reply = answer(
+                self._service,
+                self._kind,
+                self._exchange,
+                self._asked.collect(),
+                self._shadow_counts,
+            )
         except Exception as error:  # noqa: BLE001  # no error may stop the request
             reply = fail(self._service, self._kind, error)
         return reply if self.stay is None else self.stay(reply)
@@ -163,7 +184,12 @@ class Later:
 
 
 def match(  # noqa: PLR0913  # all inputs of the choice
-    service: Service, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
+    service: Service,
+    engine: Engine,
+    request: HttpRequest,
+    scope: str,
+    pinned: Sequence[str],
+    handed_over: Engine | None,
 ) -> Exchange | None:
     """Match the loaded policies and those that came with the route; None if none matches."""
     if pinned and (unknown := engine.list_unknown(pinned)):
@@ -177,7 +203,9 @@ def match(  # noqa: PLR0913  # all inputs of the choice
         service.metrics.unmatched.inc()
         service.reporter.coverage.note_unmatched(request)
     elif service.settings.record:
-        exchange.record = record_head(request, facts, exchange.plans, plain=service.reporter.show_callers)
+        exchange.record = record_head(
+            request, facts, exchange.plans, plain=service.reporter.show_callers
+        )
     return exchange
 
 
@@ -271,7 +299,11 @@ def _inspect(  # noqa: PLR0913  # as `judge`
     excerpt: Excerpt | None,
 ) -> None:
     """Let the guards read the body, if the caller has inspection time left."""
-    budget, tenant, watches = service.budget, exchange.find_tenant(), not exchange.enforcing.inspects
+    budget, tenant, watches = (
+        service.budget,
+        exchange.find_tenant(),
+        not exchange.enforcing.inspects,
+    )
     if not budget.allows(tenant, exchange.started, shadow=watches):
         exchange.read_body(sums, reason, None, "inspect_budget")
         return
@@ -284,7 +316,9 @@ def _inspect(  # noqa: PLR0913  # as `judge`
     budget.spend(tenant, min(looked - began, most), shadow=watches)
     if not exchange.shadow.active:
         return
-    exchange.read_shadow("" if budget.allows(tenant, exchange.started, shadow=True) else "inspect_budget")
+    exchange.read_shadow(
+        "" if budget.allows(tenant, exchange.started, shadow=True) else "inspect_budget"
+    )
     budget.spend(tenant, min(clock() - looked, most), shadow=True)
 
 
@@ -315,7 +349,9 @@ async def _judge_later(
         return fail(service, kind, error)
 
 
-def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shadow_counts: Counts) -> Reply:
+def answer(
+    service: Service, kind: str, exchange: Exchange, counts: Counts, shadow_counts: Counts
+) -> Reply:
     """Decide about a counted request.
 
     Even after an error, the answer names the request's reservations.
@@ -325,14 +361,22 @@ def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shad
         if decision.lead is not None or decision.shadow is not None:
             decision = _weigh(service, exchange, decision)
         changed = UNCHANGED
-        if decision.steer is not None or (exchange.reserves and exchange.state != SENT_ON and exchange.may_be_edited):
+        if decision.steer is not None or (
+            exchange.reserves and exchange.state != SENT_ON and exchange.may_be_edited
+        ):
             decision, changed = _change(service, kind, exchange, decision)
         service.reporter.report(exchange, decision)
-        if decision.shadow is not None and decision.shadow.action is Action.REJECT and exchange.shadow.budgets:
+        if (
+            decision.shadow is not None
+            and decision.shadow.action is Action.REJECT
+            and exchange.shadow.budgets
+        ):
             # before the answer describes them, or they would also be settled
             service.counting.give_back((), exchange.shadow.budgets, REFUSED)
         reply = None
-        if (counts is None or exchange.enforcing.forbidden is not None) and exchange.state != SENT_ON:
+        if (
+            counts is None or exchange.enforcing.forbidden is not None
+        ) and exchange.state != SENT_ON:
             reply = _refuse_uncounted(service, exchange, decision, counts)
         reply = reply or _write(service, kind, exchange, decision, changed)
         if exchange.reserves:
@@ -345,7 +389,9 @@ def answer(service: Service, kind: str, exchange: Exchange, counts: Counts, shad
             _compare(service, exchange, decision, refused=reply.refuses)
         service.metrics.decision_seconds.observe(_now() - exchange.started)
     except Exception as error:  # noqa: BLE001  # no error may stop the request
-        return fail(service, kind, error, "" if exchange.state == OBSERVED else describe_calls(exchange))
+        return fail(
+            service, kind, error, "" if exchange.state == OBSERVED else describe_calls(exchange)
+        )
     return reply
 
 
@@ -364,7 +410,9 @@ def _weigh(service: Service, exchange: Exchange, decision: Decision) -> Decision
     return decision
 
 
-def _change(service: Service, kind: str, exchange: Exchange, decision: Decision) -> tuple[Decision, Changed]:
+def _change(
+    service: Service, kind: str, exchange: Exchange, decision: Decision
+) -> tuple[Decision, Changed]:
     """Edit the body of a request that continues, if Envoy accepts an edited body."""
     if decision.action is Action.REJECT:
         return decision, UNCHANGED
@@ -381,7 +429,9 @@ def _change(service: Service, kind: str, exchange: Exchange, decision: Decision)
     return service.changes.apply(exchange, decision, original)
 
 
-def _refuse_uncounted(service: Service, exchange: Exchange, decision: Decision, counts: Counts) -> Reply | None:
+def _refuse_uncounted(
+    service: Service, exchange: Exchange, decision: Decision, counts: Counts
+) -> Reply | None:
     """Refuse a request that could not be counted, if required; else None."""
     forbidden = exchange.enforcing.forbidden
     if counts is None:
@@ -396,12 +446,19 @@ def _refuse_uncounted(service: Service, exchange: Exchange, decision: Decision, 
     return Reply(refusal, done=True, refuses=True)
 
 
-def _write(service: Service, kind: str, exchange: Exchange, decision: Decision, changed: Changed) -> Reply:
+def _write(
+    service: Service, kind: str, exchange: Exchange, decision: Decision, changed: Changed
+) -> Reply:
     """The reply for a decision."""
     lead, budgets = decision.lead, exchange.budgets
     reserves = len(exchange.sessions) > 0 or exchange.settles or not exchange.counts_failed
     calls = describe_calls(exchange) if reserves and exchange.state != OBSERVED else ""
-    if lead is None and decision.shadow is None and exchange.record is None and changed.body is None:
+    if (
+        lead is None
+        and decision.shadow is None
+        and exchange.record is None
+        and changed.body is None
+    ):
         if budgets:
             told = write_budgets(exchange.enforcing.budgets, calls)
             return Reply(_PASS_BYTES[kind] + told, done=True) if told else DONE[kind]
@@ -416,8 +473,14 @@ def _write(service: Service, kind: str, exchange: Exchange, decision: Decision, 
     warning: str = metadata.get(WARNING, "")
     edited = changed.body if exchange.state == HELD else None
     if edited is not None:
-        size = sum([len(piece) for piece in edited]) if "content-length" in exchange.request.headers else -1
-        written: bytes | Pieces = replace_headers(metadata, warning=warning, marks=changed.marks, size=size)
+        size = (
+            sum([len(piece) for piece in edited])
+            if "content-length" in exchange.request.headers
+            else -1
+        )
+        written: bytes | Pieces = replace_headers(
+            metadata, warning=warning, marks=changed.marks, size=size
+        )
     elif changed.body is not None:
         written = replace_body(changed.body, metadata, warning=warning, marks=changed.marks)
     else:
@@ -439,7 +502,11 @@ def _describe(service: Service, exchange: Exchange, decision: Decision) -> dict[
     if counted:
         first = counted[0]
         first.name_request()
-        names = {"fingerprint": first.fingerprint, "tenant": first.tenant, "body_crc32": write_crc32(first.body_crc32)}
+        names = {
+            "fingerprint": first.fingerprint,
+            "tenant": first.tenant,
+            "body_crc32": write_crc32(first.body_crc32),
+        }
         metadata = {**names, **metadata}
     metadata["record"] = exchange.record
     return metadata

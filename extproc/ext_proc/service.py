@@ -97,7 +97,9 @@ class Service:
         self.streams = 0
         self.waiting: OrderedDict[Waiting, None] = OrderedDict()
         self.given_up = 0
-        self.handed_over = HandedOver(shadow=settings.shadow, allow_unenforced=settings.allow_unenforced)
+        self.handed_over = HandedOver(
+            shadow=settings.shadow, allow_unenforced=settings.allow_unenforced
+        )
         metrics.throttled_in_flight.set_function(lambda: self.holds.held)
         metrics.streams_in_flight.set_function(lambda: self.streams)
 

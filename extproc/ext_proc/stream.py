@@ -24,7 +24,13 @@ from extproc.apis.excerpt import Excerpt
 from extproc.engine.exchange import BUFFERED, HELD, OBSERVED, SENT_ON, Exchange
 from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_names
 from extproc.errors import ProtocolError
-from extproc.ext_proc.answers.let_pass import LAST_HEADERS, end_headers, hand_back, hand_on, let_pass
+from extproc.ext_proc.answers.let_pass import (
+    LAST_HEADERS,
+    end_headers,
+    hand_back,
+    hand_on,
+    let_pass,
+)
 from extproc.ext_proc.duplex import HELD_BYTES, Duplex, write_parts
 from extproc.ext_proc.held import HeldBody
 from extproc.ext_proc.judging import (
@@ -123,7 +129,9 @@ class Stream(Waiting):
         self._overloaded = overloaded and not service.make_room()
         self._started = 0.0  # when the newest message came, by `perf_counter`
         self._exchange: Exchange | None = None
-        self._waiting: Exchange | None = None  # the exchange or its shadow part, while it waits for the body
+        self._waiting: Exchange | None = (
+            None  # the exchange or its shadow part, while it waits for the body
+        )
         self._upload: Upload | None = None
         self._body_mode = BODY_UNTOLD
         self._duplex: Duplex | None = None  # bodies to hand back
@@ -158,12 +166,20 @@ class Stream(Waiting):
         kind = message.kind
         if not kind:
             return _NO_ANSWER  # an unknown phase; Envoy continues when the stream ends with OK
-        if kind == "request_headers" and message.body_mode == BODY_BUFFERED_PARTIAL and not message.ended:
+        if (
+            kind == "request_headers"
+            and message.body_mode == BODY_BUFFERED_PARTIAL
+            and not message.ended
+        ):
             kind = LAST_HEADERS
         duplex = self._duplex
         if duplex is None and BODY_DUPLEX in (message.body_mode, message.response_mode):
             duplex = self._duplex = Duplex(message)
-        if duplex is not None and duplex.follow(message) and not (duplex.holds and kind == "request_body"):
+        if (
+            duplex is not None
+            and duplex.follow(message)
+            and not (duplex.holds and kind == "request_body")
+        ):
             duplex.part = hand_back(kind, cut_body(data, kind))
             if self._waiting is None or kind != "request_body":
                 return self._stay(Reply(b"", done=duplex.over))
@@ -182,9 +198,12 @@ class Stream(Waiting):
             return DONE[kind]
         if kind in HEADERS:
             return self._on_request_headers(message, kind)
-        if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a new set at each call
+        # `in` makes a new set at each call
+        if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714
             return self._on_request_body(message, kind)
-        if self._duplex is None or not self._duplex.holds:  # otherwise the answer is Envoy's own, and the request ends
+        if (
+            self._duplex is None or not self._duplex.holds
+        ):  # otherwise the answer is Envoy's own, and the request ends
             # The request was answered before its body arrived, or Envoy sends no bodies.
             self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]
@@ -213,7 +232,13 @@ class Stream(Waiting):
             answers += duplex.write_whole(reply.edited, _TRAILERS)
         duplex.before, duplex.part = [], b""
         first = b"" if duplex.untimed else reply.first
-        return Reply(answers[0], done=reply.done and duplex.over, hold_ms=reply.hold_ms, first=first, rest=answers[1:])
+        return Reply(
+            answers[0],
+            done=reply.done and duplex.over,
+            hold_ms=reply.hold_ms,
+            first=first,
+            rest=answers[1:],
+        )
 
     def _stop_deciding(self) -> None:
         """Free the place among deciding streams."""
@@ -241,7 +266,11 @@ class Stream(Waiting):
     @property
     def held(self) -> int:
         """See `Waiting`."""
-        return self._duplex.held.size if self._duplex is not None and self._duplex.held is not None else 0
+        return (
+            self._duplex.held.size
+            if self._duplex is not None and self._duplex.held is not None
+            else 0
+        )
 
     def take_handed_on(self) -> Sequence[bytes]:
         """Messages to send now, without waiting for Envoy's next message."""
@@ -275,7 +304,10 @@ class Stream(Waiting):
         handed_over = service.compile_handed_over(policy_json) if policy_json is not None else None
         if self._engine.has_switches or handed_over is not None:
             switch = self._engine.find_switch(request, time(), handed_over)
-            if switch is not None and (killed := kill(service, request, switch, self._started)) is not None:
+            if (
+                switch is not None
+                and (killed := kill(service, request, switch, self._started)) is not None
+            ):
                 return killed
         exchange = match(service, self._engine, request, self._scope, self._pinned, handed_over)
         if exchange is None:
@@ -310,7 +342,9 @@ class Stream(Waiting):
         if enforcing.active and not enforcing.needs_body:
             return self._answer_before_body(exchange)
         duplex, reply = self._duplex, PASS["request_headers"]
-        if duplex is not None and self._body_mode == BODY_DUPLEX:  # the headers are held with the body
+        if (
+            duplex is not None and self._body_mode == BODY_DUPLEX
+        ):  # the headers are held with the body
             duplex.holds, exchange.state = True, HELD
             reply = _HELD
         return self._wait_for_body(exchange, reply)
@@ -331,14 +365,27 @@ class Stream(Waiting):
         if reply.refuses or reply.hold_ms:
             exchange.give_up(_DECIDED_BEFORE)
             self._service.reporter.report_uncounted(exchange)
-            if reply.answer is not None and not reply.refuses and self._body_mode == BODY_BUFFERED_PARTIAL:
-                return Reply(end_headers(reply.join_answer()), done=True, hold_ms=reply.hold_ms, first=reply.first)
+            if (
+                reply.answer is not None
+                and not reply.refuses
+                and self._body_mode == BODY_BUFFERED_PARTIAL
+            ):
+                return Reply(
+                    end_headers(reply.join_answer()),
+                    done=True,
+                    hold_ms=reply.hold_ms,
+                    first=reply.first,
+                )
             return reply
         self._waiting = exchange
         self._service.waiting[self] = None
         if self._body_mode == BODY_DUPLEX and exchange.state != HELD:
             exchange.state = SENT_ON
-        return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
+        return (
+            Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first)
+            if reply.done
+            else reply
+        )
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
         """Judge the request once its body has ended, usually in one message, or has been cut off."""
@@ -350,11 +397,21 @@ class Stream(Waiting):
         duplex = self._duplex
         if duplex is not None and duplex.holds:
             return self._on_held(kind, duplex, exchange, message)
-        if self._upload is not None or not (ended or exchange.state == BUFFERED) or is_grpc(exchange.request):
+        if (
+            self._upload is not None
+            or not (ended or exchange.state == BUFFERED)
+            or is_grpc(exchange.request)
+        ):
             return self._on_chunk(kind, exchange, chunk, ended=ended)
         self._stop_waiting()
-        keeps = max(exchange.inspects, exchange.steers) if exchange.state == BUFFERED else exchange.inspects
-        content = chunk if len(chunk) <= keeps or (exchange.reads_ends and exchange.is_plain) else None
+        keeps = (
+            max(exchange.inspects, exchange.steers)
+            if exchange.state == BUFFERED
+            else exchange.inspects
+        )
+        content = (
+            chunk if len(chunk) <= keeps or (exchange.reads_ends and exchange.is_plain) else None
+        )
         encoded = "content-encoding" in exchange.request.headers
         if encoded:
             sums = sum_up(self._service, exchange, chunk)
@@ -364,7 +421,9 @@ class Stream(Waiting):
             sums = Body(len(chunk), 0, 1, chunk)
         return judge(self._service, kind, exchange, sums, content=content)
 
-    def _on_held(self, kind: str, duplex: Duplex, exchange: Exchange, message: EnvoyMessage) -> MaybeLater:
+    def _on_held(
+        self, kind: str, duplex: Duplex, exchange: Exchange, message: EnvoyMessage
+    ) -> MaybeLater:
         """Hold another chunk of a body, or judge the request at the body's end."""
         held = duplex.held
         if held is None:
@@ -380,14 +439,19 @@ class Stream(Waiting):
         if not ended:
             return _HELD
         self._stop_waiting()
-        sums, framed = held.sums, is_grpc(exchange.request) and is_framed(held.read_start(), held.sums.length)
+        sums, framed = (
+            held.sums,
+            is_grpc(exchange.request) and is_framed(held.read_start(), held.sums.length),
+        )
         pieces = duplex.whole = held.take()
         duplex.has_trailers = kind == "request_trailers"
         if framed:
             return judge(self._service, "request_headers", exchange, None, "grpc")
         encoded = "content-encoding" in exchange.request.headers
         content: bytes | memoryview | None = None
-        reads = sums.length <= max(exchange.inspects, exchange.steers) or (exchange.reads_ends and exchange.is_plain)
+        reads = sums.length <= max(exchange.inspects, exchange.steers) or (
+            exchange.reads_ends and exchange.is_plain
+        )
         if reads or encoded:
             content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if encoded and content is not None:
@@ -437,7 +501,9 @@ class Stream(Waiting):
         duplex.holds = False
         return kind
 
-    def _on_chunk(self, kind: str, exchange: Exchange, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
+    def _on_chunk(
+        self, kind: str, exchange: Exchange, chunk: bytes | memoryview, *, ended: bool
+    ) -> MaybeLater:
         upload = self._upload
         if upload is None:
             upload = self._upload = self._start_upload(exchange)
@@ -457,14 +523,27 @@ class Stream(Waiting):
 
     def _start_upload(self, exchange: Exchange) -> Upload:
         if exchange.state == OBSERVED and self._body_mode < 0:
-            self._body_mode = BODY_STREAMED  # the only mode for observers, to whom Envoy sends no protocol_config
+            self._body_mode = (
+                BODY_STREAMED  # the only mode for observers, to whom Envoy sends no protocol_config
+            )
         length = exchange.request.headers.get("content-length", b"")
         if self._body_mode == BODY_DUPLEX:
             length = b""  # every part must be handed back, so only Envoy tells the end
-        keeps = max(exchange.inspects, exchange.steers) if exchange.state == BUFFERED else exchange.inspects
+        keeps = (
+            max(exchange.inspects, exchange.steers)
+            if exchange.state == BUFFERED
+            else exchange.inspects
+        )
         if not exchange.is_plain:
             keeps = max(keeps, INSPECT_BYTES)  # to decompress it
-        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, self._open_excerpt(exchange, keeps))
+        return Upload(
+            self._service.kept,
+            self._body_mode,
+            length,
+            keeps,
+            self._limit,
+            self._open_excerpt(exchange, keeps),
+        )
 
     def _open_excerpt(self, exchange: Exchange, most: int) -> Excerpt | None:
         """Makes an excerpt of a body that may be too long; None if such bodies are not inspected."""

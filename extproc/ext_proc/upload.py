@@ -97,12 +97,18 @@ class Upload:
         if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length):
             self._last = chunk
             return WHOLE
-        # A body that ends below Envoy's buffer limit is complete, too. Waiting for trailers would not tell:
-        # Envoy sends them only after the answer to the body, and also after a body that was cut off.
-        if self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and body.length <= self._limit:
+        # A body that ends below Envoy's buffer limit is complete, too. Waiting for trailers would
+        # not tell: Envoy sends them only after the answer to the body, and also after a body that
+        # was cut off.
+        if (
+            self._mode == BODY_BUFFERED_PARTIAL
+            and not self._content_length
+            and body.length <= self._limit
+        ):
             self._last = chunk
             return WHOLE
-        if self._mode != BODY_STREAMED and self._mode != BODY_DUPLEX:  # noqa: PLR1714  # `in` makes a new set at each call
+        # `in` makes a new set at each call
+        if self._mode != BODY_STREAMED and self._mode != BODY_DUPLEX:  # noqa: PLR1714
             return CUT_OFF
         if len(self._start) < _PREFIX:
             self._start += bytes(chunk[: _PREFIX - len(self._start)])
@@ -152,7 +158,9 @@ class Upload:
     @property
     def is_framed(self) -> bool:
         """Whether the body is complete and begins like a gRPC message, as no JSON does."""
-        return is_framed(self._start + bytes(self._last[: _PREFIX - len(self._start)]), self.body.length)
+        return is_framed(
+            self._start + bytes(self._last[: _PREFIX - len(self._start)]), self.body.length
+        )
 
     def take_content(self) -> tuple[bytes | memoryview | None, Excerpt | None]:
         """Return the bytes and the excerpt, and free the memory.
@@ -167,7 +175,9 @@ class Upload:
         self.drop()
         if keeps and self.body.length <= self._inspects:
             return last, None
-        return (last, excerpt) if keeps and excerpt is not None and not excerpt.lost else (None, None)
+        return (
+            (last, excerpt) if keeps and excerpt is not None and not excerpt.lost else (None, None)
+        )
 
     def _is_expected(self, length: int) -> bool:
         expected = self._content_length
@@ -183,4 +193,8 @@ class Upload:
 
 def is_framed(start: bytes, length: int) -> bool:
     """Whether a body with this start and length begins with a gRPC message."""
-    return len(start) == _PREFIX and start[0] in (0, 1) and _PREFIX + int.from_bytes(start[1:], "big") <= length
+    return (
+        len(start) == _PREFIX
+        and start[0] in (0, 1)
+        and _PREFIX + int.from_bytes(start[1:], "big") <= length
+    )

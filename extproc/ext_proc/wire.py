@@ -16,7 +16,14 @@ from extproc.apis import read_path
 from extproc.ext_proc.protobuf import read_varint
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
-from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, opens_websocket, write_claim
+from extproc.request.http import (
+    NO_FACTS,
+    Facts,
+    HttpRequest,
+    decode_claims,
+    opens_websocket,
+    write_claim,
+)
 from extproc.request.secrets import is_secret
 
 MAX_HEADERS: Final = 10_000
@@ -170,7 +177,9 @@ class EnvoyMessage(Facts):
 
     def read_attribute(self, name: str) -> str | None:
         """A configured attribute; None if Envoy did not send it. Raises as `parse_beside` does."""
-        if self._beside.find(name.encode()) < 0:  # the usual case; `find` is faster than `in`, which first tries a number
+        if (
+            self._beside.find(name.encode()) < 0
+        ):  # the usual case; `find` is faster than `in`, which first tries a number
             return None
         attributes = self.parse_beside().attributes
         if _ATTRIBUTES not in attributes:
@@ -207,9 +216,13 @@ class EnvoyMessage(Facts):
     def claim(self, name: str) -> str:
         """A verified claim or, if allowed, an unverified one."""
         found: Value | None = None
-        if self._beside.find(_JWT_BYTES) >= 0:  # otherwise nothing was verified, and parsing is slow
+        if (
+            self._beside.find(_JWT_BYTES) >= 0
+        ):  # otherwise nothing was verified, and parsing is slow
             # jwt_authn stores each payload under a configured name (payload_in_metadata).
-            for payload in self.parse_beside().metadata_context.filter_metadata[_JWT_NAMESPACE].fields.values():
+            for payload in (
+                self.parse_beside().metadata_context.filter_metadata[_JWT_NAMESPACE].fields.values()
+            ):
                 verified = payload.struct_value.fields
                 if name in verified:
                     found = verified[name]
@@ -217,12 +230,18 @@ class EnvoyMessage(Facts):
             kind = found.WhichOneof("kind")
             return write_claim(getattr(found, kind)) if kind else ""
         if self._unverified is None:
-            self._unverified = decode_claims(self.token.decode("utf-8", "surrogateescape")) if self.token else {}
+            self._unverified = (
+                decode_claims(self.token.decode("utf-8", "surrogateescape")) if self.token else {}
+            )
         return self._unverified.get(name, "")
 
     def identify(self) -> bytes | None:
         """See `Facts`. None if headers may be part of it, because they may contain secrets."""
-        return None if self._whole or self.token or len(self._beside) > _MAX_KNOWN_FACTS else self._beside
+        return (
+            None
+            if self._whole or self.token or len(self._beside) > _MAX_KNOWN_FACTS
+            else self._beside
+        )
 
     def let_go(self) -> Facts:
         """See `Facts`. The route's bytes are cut out, because parsing takes longer."""
@@ -276,7 +295,9 @@ def _parse_any(data: bytes) -> EnvoyMessage:
 
 def cut_body(data: bytes, kind: str) -> bytes | memoryview:
     """The HttpBody in a message of kind `request_body` or `response_body`, as bytes on the wire."""
-    if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # the form that Envoy sends
+    if data[0] == (
+        _REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY
+    ):  # the form that Envoy sends
         size, position = read_varint(data, 1)
         return memoryview(data)[position : position + size]
     part: HttpBody = getattr(ProcessingRequest.FromString(data), kind)
@@ -377,8 +398,15 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
         if key == _OBSERVABILITY_MODE:
             message.observed, position = _read_flag(data, position, key)
         elif key == _PROTOCOL_CONFIG:
-            if data[position + 1] == 2 and data[position + 2] == _BODY_MODE and data[position + 3] < _MORE:  # noqa: PLR2004  # bytes
-                message.body_mode, position = data[position + 3], position + 4  # almost always the only field
+            if (
+                data[position + 1] == 2  # noqa: PLR2004  # bytes
+                and data[position + 2] == _BODY_MODE
+                and data[position + 3] < _MORE
+            ):
+                message.body_mode, position = (
+                    data[position + 3],
+                    position + 4,
+                )  # almost always the only field
             else:
                 position = _walk_config(data, position + 1, message)
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:

@@ -1,12 +1,13 @@
 """Measures whether notes help: how loops continue after their first note.
 
-Clients do not store notes, so a conversation's history does not contain them. But a detector can compute its previous action
-from the history without the newest turn. So each request alone shows what has just changed, on any replica. The only state is
-a bounded table of the conversations that are followed.
+Clients do not store notes, so a conversation's history does not contain them. But a detector can
+compute its previous action from the history without the newest turn. So each request alone shows
+what has just changed, on any replica. The only state is a bounded table of the conversations that
+are followed.
 
-An episode begins when a loop's first note is due. In shadow mode, or outside `steer_share`, no note is sent, which gives a
-control group. An episode ends when the newest turn leaves the loop, with a landing, or with a refusal. Without any of these,
-the conversation has ended.
+An episode begins when a loop's first note is due. In shadow mode, or outside `steer_share`, no note
+is sent, which gives a control group. An episode ends when the newest turn leaves the loop, with a
+landing, or with a refusal. Without any of these, the conversation has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from extproc.memory import read_memory
 from extproc.operator.loop_table import find_guard, name_repeated
 from extproc.request.fingerprint import NO_BODY, name_request, write_head, write_query
 
-BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = ("begun", "went_on", "turned_round", "landed", "refused")
+BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = (
+    "begun",
+    "went_on",
+    "turned_round",
+    "landed",
+    "refused",
+)
 """Changes in an episode: its first note was due, the loop continued after it, or one of the ENDS."""
 
 ARMS: Final = ("noted", "not_noted")
@@ -71,18 +78,27 @@ class NoteFollower:
     """Finds the changes in episodes that requests show."""
 
     def __init__(self) -> None:
-        # By policy, detector, mode, tenant and node of the chain: whether the conversation is followed from there. It is not
-        # if its body could not be edited. Nodes also identify repeated requests.
-        self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(read_memory().scale(_MOST_FOLLOWED))
+        # By policy, detector, mode, tenant and node of the chain: whether the conversation is
+        # followed from there. It is not if its body could not be edited. Nodes also identify
+        # repeated requests.
+        self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(
+            read_memory().scale(_MOST_FOLLOWED)
+        )
 
     def follow(self, exchange: Exchange, decision: Decision) -> list[AfterNote]:
         """The changes that a decided request shows."""
-        found = [self._follow(exchange, outcome) for outcome in decision.trace if may_follow(outcome)]
+        found = [
+            self._follow(exchange, outcome) for outcome in decision.trace if may_follow(outcome)
+        ]
         return [change for change in found if change is not None]
 
     def _follow(self, exchange: Exchange, outcome: Outcome) -> AfterNote | None:
         candidate = find_guard(exchange, outcome)
-        if not isinstance(candidate, LoopGuard) or Action.STEER not in candidate.detector.actions or candidate.is_allowed:
+        if (
+            not isinstance(candidate, LoopGuard)
+            or Action.STEER not in candidate.detector.actions
+            or candidate.is_allowed
+        ):
             return None
         now, before, earlier = candidate.detector.find_earlier_actions(outcome)
         if outcome.action in _ENDING:
@@ -102,11 +118,15 @@ class NoteFollower:
             compared = repeat.before.compared
             request, sums = exchange.request, NO_BODY.plus(compared)
             query = write_query(request.read_shown_query()) if request.query else ""
-            fingerprint = name_request(write_head(request.method, request.path, query), sums, candidate.caller)[1]
+            fingerprint = name_request(
+                write_head(request.method, request.path, query), sums, candidate.caller
+            )[1]
             repeat, newer = repeat.before.last, 1
         cause = exchange.find_cause(repeat, newer)
         kind = cause.kind if cause is not None else NO_CAUSE
-        return AfterNote(outcome, name_repeated(repeat, fingerprint), fingerprint, after, noted, kind)
+        return AfterNote(
+            outcome, name_repeated(repeat, fingerprint), fingerprint, after, noted, kind
+        )
 
     def _is_followed(self, outcome: Outcome, candidate: LoopGuard, *, failed: bool) -> bool:
         place = candidate.memory.place if candidate.memory is not None else None
@@ -115,7 +135,11 @@ class NoteFollower:
         here = outcome.policy, outcome.detector, outcome.mode, outcome.tenant, place.node
         if self._nodes.peek(here) is not None:
             return False
-        before = [known for parent in place.parents if (known := self._nodes.peek((*here[:-1], parent))) is not None]
+        before = [
+            known
+            for parent in place.parents
+            if (known := self._nodes.peek((*here[:-1], parent))) is not None
+        ]
         followed = not failed and before[:1] != [False]
         self._nodes.put(here, followed)
         return followed
@@ -125,7 +149,11 @@ def describe_after(counts: Mapping[str, int], active: int | None = None) -> dict
     """The counts of AFTER, and of episodes without an end; `active` is the number of active ones, if known."""
     found = {after: counts.get(after, 0) for after in AFTER}
     left = count_open(counts)
-    more = {"open_or_ended": left} if active is None else {"open": min(left, active), "ended": max(0, left - active)}
+    more = (
+        {"open_or_ended": left}
+        if active is None
+        else {"open": min(left, active), "ended": max(0, left - active)}
+    )
     return {**found, **more}
 
 
@@ -137,7 +165,9 @@ def count_open(counts: Mapping[str, int]) -> int:
 def write_after(counts: Mapping[str, int], *, noted: bool) -> str:
     """Write the counts as text."""
     words = ("turned_round", "landed", "refused", "ended", "open", "open_or_ended")
-    said = ", ".join([f"{counts[word]:,} {word.replace('_', ' ')}" for word in words if counts.get(word)])
+    said = ", ".join(
+        [f"{counts[word]:,} {word.replace('_', ' ')}" for word in words if counts.get(word)]
+    )
     return f"{'steered' if noted else 'not steered'} {counts[BEGUN]:,}{': ' if said else ''}{said}"
 
 

@@ -1,8 +1,9 @@
 """Shares tables between replicas: each publishes its own on a board in the store, and merges those of the others.
 
-A table is published from the server's event loop; packing it, a few milliseconds' work, is done in a thread. Merging is done in
-the thread that serves a report. No request waits for either. A draining replica publishes once more, and its document stays on
-the board for an hour, so a restart loses nothing. A replica that is killed loses up to two seconds.
+A table is published from the server's event loop; packing it, a few milliseconds' work, is done in
+a thread. Merging is done in the thread that serves a report. No request waits for either. A
+draining replica publishes once more, and its document stays on the board for an hour, so a restart
+loses nothing. A replica that is killed loses up to two seconds.
 """
 # interpreted: works beside the requests
 
@@ -109,27 +110,41 @@ class Board(Generic[AnyDocument]):
         """Publish the table if it has changed. If the store fails, the next call tries again."""
         self._table.drop_quiet(time() - KEPT_SECONDS)
         changes = self._table.changes
-        if not changes or (changes == self._published and time() - self._published_at < _REFRESH_SECONDS):
+        if not changes or (
+            changes == self._published and time() - self._published_at < _REFRESH_SECONDS
+        ):
             return
         document = await asyncio.to_thread(lambda: self._make().pack())
         with suppress(StoreError):  # the store reports that itself
-            await self._store.documents.put(BOARDS, self._name, self.replica, document, KEPT_SECONDS)
+            await self._store.documents.put(
+                BOARDS, self._name, self.replica, document, KEPT_SECONDS
+            )
             self._published, self._published_at = changes, time()
 
     def view(self) -> View[AnyDocument]:
         """Merge the tables of all replicas. Must not be called on the event loop's thread."""
         self._ask()
         documents = {self.replica: self._make(), **self._collected}
-        return View(self._kind.merge(documents.values(), time()), self.replica, sorted(documents), self._problem)
+        return View(
+            self._kind.merge(documents.values(), time()),
+            self.replica,
+            sorted(documents),
+            self._problem,
+        )
 
     def _make(self) -> AnyDocument:
         return self._table.make_document(shows_callers=self._shows_callers())
 
     def _ask(self) -> None:
-        """Read the others' tables. If the store or the event loop does not answer, the previous ones are used."""
+        """Read the others' tables.
+
+        If the store or the event loop does not answer, the previous ones are used.
+        """
         if self._home is None or time() - self._collected_at < _COLLECT_SECONDS:
             return
-        asked = asyncio.run_coroutine_threadsafe(self._store.documents.read(BOARDS, self._name), self._home)
+        asked = asyncio.run_coroutine_threadsafe(
+            self._store.documents.read(BOARDS, self._name), self._home
+        )
         try:
             found = asked.result(_COLLECT_SECONDS)
         except TimeoutError:
@@ -141,12 +156,20 @@ class Board(Generic[AnyDocument]):
             return
         packed = found.documents if found is not None else {}
         packed.pop(self.replica, None)
-        self._collected = unpack_all(packed, self._kind, read_memory().share("tables") // _BOARDS // _UNPACKED)
+        self._collected = unpack_all(
+            packed, self._kind, read_memory().share("tables") // _BOARDS // _UNPACKED
+        )
         self._collected_at, left_out = time(), len(packed) - len(self._collected)
-        self._problem = f"{left_out} of {len(packed)} reports are of another version, or too large" if left_out else ""
+        self._problem = (
+            f"{left_out} of {len(packed)} reports are of another version, or too large"
+            if left_out
+            else ""
+        )
 
 
-def unpack_all(documents: dict[str, bytes], kind: type[AnyDocument], most: int = _MOST_BYTES) -> dict[str, AnyDocument]:
+def unpack_all(
+    documents: dict[str, bytes], kind: type[AnyDocument], most: int = _MOST_BYTES
+) -> dict[str, AnyDocument]:
     """Unpack documents, by replica, up to `most` bytes in total.
 
     Documents beyond that, and those of an unknown version, are left out.

@@ -1,10 +1,12 @@
 """Budget grants: a one-time credit for a caller's budget, or a higher limit for some time.
 
-A higher limit is an override like others: each replica adds it to the limit in its requests to the store. A token bucket is
+A higher limit is an override like others: each replica adds it to the limit in its requests to the
+    store. A token bucket is
 also credited at once, because otherwise its level would only rise over time.
 
-A one-time credit is not an active override. The replicas share a budget's state, so the replica that receives the order
-credits it in the store. It finds the budget in the rows of `/budgets`, which have all callers of the last hour.
+A one-time credit is not an active override. The replicas share a budget's state, so the replica
+that receives the order credits it in the store. It finds the budget in the rows of `/budgets`,
+which have all callers of the last hour.
 """
 # interpreted: takes what operators order
 
@@ -49,25 +51,35 @@ def find_credits(
     found = [row for row in rows if concerns(grant, row)]
     if grant.raises:
         callers = {row.tenant for row in found}
-        notes = [f"this applies to the budgets of {len(callers)} callers"] if len(callers) > 1 else []
+        notes = (
+            [f"this applies to the budgets of {len(callers)} callers"] if len(callers) > 1 else []
+        )
         if not found:
             notes.append(f"no known request of this caller met rule {rule} in the last hour")
-        buckets = [(row, max(1, round(grant.amount * row.units))) for row in found if row.kind == BUCKET]
+        buckets = [
+            (row, max(1, round(grant.amount * row.units))) for row in found if row.kind == BUCKET
+        ]
         return [row.make_credit(amount, amount) for row, amount in buckets], notes
     if not found:
         raise BadOrderError(
-            f"no request of this caller met rule {rule} in the last hour, so there is nothing to add to; /budgets lists callers"
+            f"no request of this caller met rule {rule} in the last hour, so there is nothing to "
+            "add to; /budgets lists callers"
         )
     policies = sorted({row.policy for row in found})
     if len(policies) > 1:
-        raise BadOrderError(f"rule {rule} is in several policies: name one of {', '.join(policies)} with policy")
+        raise BadOrderError(
+            f"rule {rule} is in several policies: name one of {', '.join(policies)} with policy"
+        )
     largest = max(row.limit / row.units for row in found)
     if grant.amount > largest:
         raise BadOrderError(
-            f"amount is more than the whole budget of {largest:.9g}, and a budget cannot exceed its limit: to raise the limit"
+            f"amount is more than the whole budget of {largest:.9g}, and a budget cannot exceed "
+            "its limit: to raise the limit"
             " temporarily, give seconds (--for)"
         )
-    added = [row.make_credit(min(row.limit, max(1, round(grant.amount * row.units)))) for row in found]
+    added = [
+        row.make_credit(min(row.limit, max(1, round(grant.amount * row.units)))) for row in found
+    ]
     return added, _remark(found, grant.amount, now)
 
 
@@ -79,7 +91,9 @@ def list_rules(plans: Sequence[Plan]) -> set[str]:
 
 def concerns(grant: ActiveOverride, row: BudgetRow) -> bool:
     """Whether a grant applies to a row's budget."""
-    about = ShownRow({row.policy}, (row.tenant, row.alias, *row.parts), dict(row.hashes), budgets={row.rule})
+    about = ShownRow(
+        {row.policy}, (row.tenant, row.alias, *row.parts), dict(row.hashes), budgets={row.rule}
+    )
     return row.kind != BREAKER and standing_orders.concerns(grant, about)
 
 
@@ -92,7 +106,9 @@ def _remark(rows: Sequence[BudgetRow], amount: float, now: float) -> list[str]:
         room = (row.limit - row.find_left(now)) / row.units
         if room < amount:
             notes.append(
-                f"{row.tenant} had used {max(0.0, room):.9g} of {row.limit / row.units:.9g} ({row.rule}, {row.budget}):"
-                " the budget is full again and cannot exceed its limit; --for raises the limit temporarily"
+                f"{row.tenant} had used {max(0.0, room):.9g} of {row.limit / row.units:.9g} "
+                f"({row.rule}, {row.budget}):"
+                " the budget is full again and cannot exceed its limit; --for raises the limit "
+                "temporarily"
             )
     return notes[:_SHOWN]

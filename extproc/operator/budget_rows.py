@@ -15,7 +15,8 @@ from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take
 _MS = 1_000
 
 
-def _add_period(one: BudgetRow, other: BudgetRow, field: str) -> Any:  # noqa: ANN401  # a number or a list
+# A number or a list
+def _add_period(one: BudgetRow, other: BudgetRow, field: str) -> Any:  # noqa: ANN401
     """Values of the same period add up; those of an older period are dropped."""
     if one.start == other.start or one.kind == BUCKET:
         return SUM(one, other, field)
@@ -30,17 +31,20 @@ class BudgetRow(Row, array_like=True):
 
     Attributes:
         tenant: hash of the caller, as identified by the rule.
-        budget: which of the rule's budgets, such as `tpm`, `tpd`, `1d` or, for a circuit breaker, `rate`.
+        budget: which of the rule's budgets, such as `tpm`, `tpd`, `1d` or, for a circuit breaker,
+            `rate`.
         caller: names and values of the caller's descriptors; empty if they may not be shown.
         hashes: names and hashes of the descriptors.
-        orderable: whether orders can name the caller by `tenant`, because the request's headers identify it.
+        orderable: whether orders can name the caller by `tenant`, because the request's headers
+            identify it.
         unit: what is counted; empty for costs.
         words: the budget's time span in words.
         key, kind, limit, rate, span, offset, start: as in `Take`.
         left: amount left at `told`.
         returned: (time, amount) of known settlements; those before `told` are included in `left`.
         estimated: the estimated part of the usage since `start`.
-        wait_ms: for an open circuit breaker, how long it stays open after `told`; 0 if it is closed.
+        wait_ms: for an open circuit breaker, how long it stays open after `told`; 0 if it is
+            closed.
         told: time of the store's newest answer, in seconds since 1970.
         refused: number of requests that were refused, or would have been.
         refused_at: time of the last refusal, in seconds since 1970; 0 for never.

@@ -34,7 +34,10 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
         self._names: Memo[str, _Name] = Memo(MAX_ROWS)  # by key
 
     def note(self, candidates: list[BudgetGuard], now: float, *, refused: bool) -> None:
-        """Note what a request took; if `refused`, it is returned. `now` is in seconds since 1970."""
+        """Note what a request took; if `refused`, it is returned.
+
+        `now` is in seconds since 1970.
+        """
         for candidate in candidates:
             for each in candidate.reserved:
                 take, taken = each.take, each.taken
@@ -43,7 +46,12 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
                 name = self._names.get(take.key)
                 row = self.use(name) if name is not None else None
                 if row is None or not row.requests:
-                    row = self._open_row(_name_row(each, candidate.plan.id, candidate.compiled.mode), each.limit, take, now)
+                    row = self._open_row(
+                        _name_row(each, candidate.plan.id, candidate.compiled.mode),
+                        each.limit,
+                        take,
+                        now,
+                    )
                     if not row.requests:
                         _describe_row(row, candidate, each)
                 if (
@@ -64,7 +72,9 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
                 row.last = row.told = now
                 row.requests += 1
 
-    def act(self, candidate: BudgetGuard, outcome: Outcome, subject: BudgetSubject, now: float) -> BudgetRow | None:
+    def act(
+        self, candidate: BudgetGuard, outcome: Outcome, subject: BudgetSubject, now: float
+    ) -> BudgetRow | None:
         """Note a budget's refusal or stage; returns its row, or None if the request has no such budget."""
         refuses = outcome.action is Action.REJECT
         for each in candidate.reserved:
@@ -84,11 +94,20 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
         return None
 
     def settle(self, settled: Settled, take: Take, now: float, *, estimated: bool) -> None:
-        """Note a settlement; `estimated` if its amount is an estimate. Another replica may have taken from the budget."""
+        """Note a settlement; `estimated` if its amount is an estimate.
+
+        Another replica may have taken from the budget.
+        """
         limit = settled.limit
         if limit is None:
             return
-        name = self._names.get(take.key) or (settled.tenant, settled.policy, settled.mode, settled.rule, limit.suffix)
+        name = self._names.get(take.key) or (
+            settled.tenant,
+            settled.policy,
+            settled.mode,
+            settled.rule,
+            limit.suffix,
+        )
         row = self._open_row(name, limit, take, now)
         if take.kind != BUCKET and row.start != take.start:
             if row.requests:  # the settled request belongs to an earlier period
@@ -100,7 +119,9 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
         if len(returned) > _MOST_RETURNED:
             row.left += returned.pop(0)[1]
         row.returned = returned
-        row.estimated += round(((settled.used if estimated else 0) - settled.estimated) * limit.units)
+        row.estimated += round(
+            ((settled.used if estimated else 0) - settled.estimated) * limit.units
+        )
 
     def _open_row(self, name: _Name, limit: BudgetLimit, take: Take, now: float) -> BudgetRow:
         row = self.use(name)
@@ -113,7 +134,10 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
         return row
 
     def make_document(self, *, shows_callers: bool) -> BudgetDocument:
-        """A snapshot of the table, newest first. Callers' values are left out unless they may be shown."""
+        """A snapshot of the table, newest first.
+
+        Callers' values are left out unless they may be shown.
+        """
         rows = sorted(self.copy(), key=lambda row: -row.last)
         return BudgetDocument(rows if shows_callers else [replace(row, caller=[]) for row in rows])
 
@@ -127,17 +151,28 @@ def _name_row(reserved: Reservation, policy: str, mode: str) -> _Name:
 
 
 def _set_limit(row: BudgetRow, limit: BudgetLimit, take: Take) -> None:
-    row.unit, row.words, row.units, row.reason = limit.unit, limit.words, limit.units, limit.reason.value
+    row.unit, row.words, row.units, row.reason = (
+        limit.unit,
+        limit.words,
+        limit.units,
+        limit.reason.value,
+    )
     row.key, row.kind, row.limit = take.key, take.kind, take.limit
     row.rate, row.span, row.offset = take.rate, take.span, take.offset
 
 
 def _describe_row(row: BudgetRow, candidate: BudgetGuard, reserved: Reservation) -> None:
     values = candidate.find_values(reserved.tenant)
-    row.caller, row.hashes = cut_caller(values), [(name, hash_descriptor(name, value)) for name, value in values]
+    row.caller, row.hashes = (
+        cut_caller(values),
+        [(name, hash_descriptor(name, value)) for name, value in values],
+    )
     own = reserved.tenant == candidate.tenant
     row.orderable = own or reserved.tenant in candidate.list_other_names()
     if own:
         row.alias, row.labels, row.credentials, row.parts = find_known(candidate)
     else:
-        row.alias, row.parts = candidate.plan.aliases.get(reserved.tenant, ""), candidate.find_parts(reserved.tenant)
+        row.alias, row.parts = (
+            candidate.plan.aliases.get(reserved.tenant, ""),
+            candidate.find_parts(reserved.tenant),
+        )

@@ -1,7 +1,8 @@
 """Counts how much of the matched traffic is guarded, and why the rest is not.
 
-Requests that policies count are in the metrics already. This adds those left out, by policy, Envoy route and reason. None of
-these labels is chosen by a client. A request that all its policies count costs one addition.
+Requests that policies count are in the metrics already. This adds those left out, by policy, Envoy
+route and reason. None of these labels is chosen by a client. A request that all its policies count
+costs one addition.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ BY_DESIGN: Final = {
     "allowed_tool": "call a tool that the policy allows",
     "has_history": "continue a conversation, which the similarity prompt leaves to other detectors",
     "decided_before": "were refused or delayed before a shadow policy saw their body",
-    "aborted": "were cancelled by the client or ended by Envoy, by its request_timeout or for their size",
+    "aborted": (
+        "were cancelled by the client or ended by Envoy, by its request_timeout or for their size"
+    ),
     "no_body": "are replayed from a log without bodies",
     "not_recorded": "are replayed from a log without what the policy needs",
 }
@@ -57,7 +60,9 @@ def _name(reason: str) -> _Key:
 class Coverage:
     """Counts matched, unmatched and left-out requests. Only the event loop writes."""
 
-    def __init__(self, decisions: Decisions, now: float, count_lost: Callable[[], Mapping[str, int]] = dict) -> None:
+    def __init__(
+        self, decisions: Decisions, now: float, count_lost: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         """Start empty.
 
         Args:
@@ -87,7 +92,9 @@ class Coverage:
 
     def note(self, exchange: Exchange) -> None:
         """Note a request that some policy did not count, or not with all of its detectors."""
-        if exchange.enforcing.forbidden is not None:  # refused as uncountable, so it does not pass unguarded
+        if (
+            exchange.enforcing.forbidden is not None
+        ):  # refused as uncountable, so it does not pass unguarded
             self._add(_name(EXEMPT))
             return
         route = exchange.request.facts.route()
@@ -95,21 +102,32 @@ class Coverage:
         for group in exchange.groups:
             counted = counted or bool(group.active)
             flawed = self._note_group(group, route) or flawed
-        if exchange.plans and (flawed or not counted):  # otherwise the second part of a request that was counted with its first
+        if exchange.plans and (
+            flawed or not counted
+        ):  # otherwise the second part of a request that was counted with its first
             self._add(_name(PARTLY if counted else UNGUARDED if flawed else EXEMPT))
 
     def _note_group(self, group: Guards, route: str) -> bool:
         """Count the guards that a group left out; returns whether any reason is not by design."""
         mode = "shadow" if group.shadow else "enforce"
         counted = {candidate.plan.id for candidate in group.active}
-        left_out = [*group.left_out, *((policy, "", "internal_error") for policy, _ in group.failures)]
+        left_out = [
+            *group.left_out,
+            *((policy, "", "internal_error") for policy, _ in group.failures),
+        ]
         for policy, detector, reason in dict.fromkeys(left_out):
             self._add((policy, mode, route, detector, reason))
         for policy, reasons in _group_reasons(left_out).items():
             if policy not in counted:
-                self._add((policy, mode, route, "", UNGUARDED if reasons - BY_DESIGN.keys() else EXEMPT))
+                self._add(
+                    (policy, mode, route, "", UNGUARDED if reasons - BY_DESIGN.keys() else EXEMPT)
+                )
         if group.missing:
-            for policy in {each.plan.id for each in group.active if each.plan.merges_strangers and not each.caller}:
+            for policy in {
+                each.plan.id
+                for each in group.active
+                if each.plan.merges_strangers and not each.caller
+            }:
                 self._add((policy, mode, route, "", SHARED))
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 
@@ -125,11 +143,16 @@ class Coverage:
     def _add(self, key: _Key) -> None:
         counts = self._left_out
         if key not in counts and len(counts) >= _MOST_KEYS:
-            key = (key[0], key[1], "", "", key[4]) if len(counts) < 2 * _MOST_KEYS else _name(key[4])
+            key = (
+                (key[0], key[1], "", "", key[4]) if len(counts) < 2 * _MOST_KEYS else _name(key[4])
+            )
         counts[key] = counts.get(key, 0) + 1
 
     def roll(self, now: float) -> None:
-        """Take a snapshot once a minute, from which recent counts are computed. `now` is in seconds since 1970."""
+        """Take a snapshot once a minute, from which recent counts are computed.
+
+        `now` is in seconds since 1970.
+        """
         before = self._before
         if before and now - before[-1][0] < _SNAPSHOT_SECONDS:
             return
@@ -140,10 +163,14 @@ class Coverage:
     def drop_quiet(self, before: float) -> None:
         """Do nothing, because counts do not expire; see `Table.drop_quiet`."""
 
-    def make_document(self, *, shows_callers: bool) -> CoverageDocument:  # noqa: ARG002  # it has none
+    # It has none
+    def make_document(self, *, shows_callers: bool) -> CoverageDocument:  # noqa: ARG002
         """A snapshot of the counts of the last `WINDOW_SECONDS` and since the start."""
         began, before = self._before[0]
-        rows = [CoverageRow(*key, count - before.get(key, 0), count) for key, count in self._count().items()]
+        rows = [
+            CoverageRow(*key, count - before.get(key, 0), count)
+            for key, count in self._count().items()
+        ]
         return CoverageDocument(rows, self._since, time() - began)
 
     def _count(self) -> _Counts:

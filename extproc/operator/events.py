@@ -1,8 +1,12 @@
-"""Events for other programs: CloudEvents 1.0 (github.com/cloudevents/spec, v1.0.2), written to a file or sent to a webhook.
+"""Events for other programs.
 
-`emit` puts an event into a bounded queue and returns; a background thread delivers it. If the queue is full, events are
-dropped and counted. A webhook gets batches in the JSON batch format, and each batch is retried until it is accepted. With a
-secret, batches are signed according to Standard Webhooks (github.com/standard-webhooks): an HMAC-SHA256 of id, time and body.
+CloudEvents 1.0 (github.com/cloudevents/spec, v1.0.2), written to a file or sent to a webhook.
+
+`emit` puts an event into a bounded queue and returns; a background thread delivers it. If the queue
+is full, events are dropped and counted. A webhook gets batches in the JSON batch format, and each
+batch is retried until it is accepted. With a
+secret, batches are signed according to Standard Webhooks (github.com/standard-webhooks): an
+    HMAC-SHA256 of id, time and body.
 """
 # interpreted: waits for a receiver
 
@@ -57,7 +61,10 @@ TYPES: Final = {
     "store_back": "io.loopguard.store.back.v1",
     "store_emptied": "io.loopguard.store.emptied.v1",
 }
-"""Types by kind. A type ends with its version, which changes if a field changes its meaning, not if one is added."""
+"""Types by kind.
+
+A type ends with its version, which changes if a field changes its meaning, not if one is added.
+"""
 
 MAX_QUEUED = 10_000
 MAX_BATCH = 100
@@ -113,7 +120,10 @@ class Events:
         self._thread.start()
 
     def emit(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
-        """Queue an event of a kind in `TYPES`. Never blocks; thread-safe. None values are left out of `data`."""
+        """Queue an event of a kind in `TYPES`.
+
+        Never blocks; thread-safe. None values are left out of `data`.
+        """
         if len(self._queue) >= MAX_QUEUED:
             self._drop(1, "the queue is full")
             return
@@ -140,7 +150,10 @@ class Events:
         self._sink.close()
 
     def _take(self, most: int) -> list[_Queued]:
-        """Remove the oldest events from the queue. `close` may do so at the same time as the thread."""
+        """Remove the oldest events from the queue.
+
+        `close` may do so at the same time as the thread.
+        """
         taken: list[_Queued] = []
         with suppress(IndexError):  # the queue is empty
             while len(taken) < most:
@@ -154,7 +167,9 @@ class Events:
                 self._sink.send(events)
             except UnreachableError as error:
                 if self._reminder.count(time.monotonic()):
-                    _LOG.warning("events are not accepted, trying again", extra=make_extra(reason=str(error)))
+                    _LOG.warning(
+                        "events are not accepted, trying again", extra=make_extra(reason=str(error))
+                    )
                 if self._ending.wait(waits * (0.5 + secrets.randbelow(1_000) / 1_000)):
                     self._drop(len(events), str(error))
                     return
@@ -180,9 +195,12 @@ def open_events(settings: Settings, source: str, metrics: Metrics) -> Events | N
     return Events(_open_sink(settings), source, metrics)
 
 
-def write_event(kind: str, subject: str, at: float, data: Mapping[str, object], *, source: str) -> bytes:
+def write_event(
+    kind: str, subject: str, at: float, data: Mapping[str, object], *, source: str
+) -> bytes:
     """Encode an event in the JSON event format."""
-    from cloudevents.core.formats.json import JSONFormat  # noqa: PLC0415  # takes 0.1 s, and most deployments send none
+    # Takes 0.1 s, and most deployments send none
+    from cloudevents.core.formats.json import JSONFormat  # noqa: PLC0415
     from cloudevents.core.v1.event import CloudEvent  # noqa: PLC0415  # as above
 
     attributes = {
@@ -209,9 +227,13 @@ def _open_sink(settings: Settings) -> Sink:
     if "://" in place:
         raise UsageError(f"--events must be a file, - or https://..., not {place!r}")
     try:
-        return _Lines(os.fdopen(os.dup(sys.stdout.fileno()), "wb") if place == "-" else Path(place).open("ab"))
+        return _Lines(
+            os.fdopen(os.dup(sys.stdout.fileno()), "wb") if place == "-" else Path(place).open("ab")
+        )
     except OSError as error:
-        raise LoopguardError(f"cannot write events to {place}: {error.strerror}; choose another with --events") from None
+        raise LoopguardError(
+            f"cannot write events to {place}: {error.strerror}; choose another with --events"
+        ) from None
 
 
 def _read_secret(path: str) -> bytes:
@@ -220,7 +242,11 @@ def _read_secret(path: str) -> bytes:
         return b""
     try:
         secret = Path(path).read_bytes().strip()
-        return base64.b64decode(secret.removeprefix(b"whsec_"), validate=True) if secret.startswith(b"whsec_") else secret
+        return (
+            base64.b64decode(secret.removeprefix(b"whsec_"), validate=True)
+            if secret.startswith(b"whsec_")
+            else secret
+        )
     except (OSError, ValueError) as error:
         raise LoopguardError(f"--events-secret-file {path}: {error}") from None
 
@@ -260,7 +286,9 @@ class _Webhook:
         except httpx.InvalidURL as error:
             raise UsageError(f"--events {url}: {error}") from None
         self._url = url
-        self._client: httpx.Client = httpx.Client(verify=context, timeout=_ANSWER_SECONDS, follow_redirects=False)
+        self._client: httpx.Client = httpx.Client(
+            verify=context, timeout=_ANSWER_SECONDS, follow_redirects=False
+        )
 
     def send(self, events: Sequence[bytes]) -> None:
         body = b"[" + b",".join(events) + b"]"
@@ -274,7 +302,8 @@ class _Webhook:
                     "webhook-signature": sign(self._secret, identity, at, body),
                 }
             with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
-                # Only the status matters, but reading a short body to its end lets the connection be reused.
+                # Only the status matters, but reading a short body to its end lets the connection
+                # be reused.
                 ends = time.monotonic() + _ANSWER_SECONDS
                 sizes = accumulate(map(len, answer.iter_raw()))
                 any(size > _MOST_ANSWERED or time.monotonic() > ends for size in sizes)

@@ -1,8 +1,9 @@
 """Incidents: if a tool fails in the same way for many sessions, its server is at fault, not each agent.
 
-Only loops whose newest result is an error are considered. They belong to the same incident if policy, tool and error are equal.
-An incident needs ENOUGH sessions within INCIDENT_SECONDS. A caller counts for at most MOST_OF_CALLER of them, so that it needs
-several callers and none can create one to avoid refusals. During an incident, its loops get the strictest action that does not
+Only loops whose newest result is an error are considered. They belong to the same incident if
+policy, tool and error are equal. An incident needs ENOUGH sessions within INCIDENT_SECONDS. A
+caller counts for at most MOST_OF_CALLER of them, so that it needs several callers and none can
+create one to avoid refusals. During an incident, its loops get the strictest action that does not
 end a run. After LONGEST_SECONDS, its loops are refused for REST_SECONDS.
 
 As in any table, a caller can create only its share of the rows, so it cannot evict those of others.
@@ -57,10 +58,15 @@ class FailingTool:
         self.callers = Sketch(size=SKETCHED)
         self.sessions = Sketch(size=SKETCHED)
         self._spares_until = -inf
-        self._recent: dict[str, dict[str, float]] = {}  # by caller: when each session was last part of it
+        self._recent: dict[
+            str, dict[str, float]
+        ] = {}  # by caller: when each session was last part of it
 
     def note(self, caller: str, session: str, now: float, *, refused: bool) -> bool:
-        """Note a request at `now`; returns whether an incident spares it. `refused` if it would be refused otherwise."""
+        """Note a request at `now`; returns whether an incident spares it.
+
+        `refused` if it would be refused otherwise.
+        """
         self.last = now
         self.requests += 1
         self.callers.add(caller)
@@ -123,9 +129,15 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
             return outcome
         if failure is None:
             return outcome
-        failing, refused = self.find(outcome.policy, failure, outcome.tenant), outcome.action is Action.REJECT
+        failing, refused = (
+            self.find(outcome.policy, failure, outcome.tenant),
+            outcome.action is Action.REJECT,
+        )
         spares = failing.note(outcome.tenant, session, now, refused=refused)
-        exchange.failure, exchange.fails_for_many = failure, exchange.fails_for_many or failing.standing
+        exchange.failure, exchange.fails_for_many = (
+            failure,
+            exchange.fails_for_many or failing.standing,
+        )
         if not spares:
             return outcome
         return candidate.detector.be_patient(outcome, repeat)
@@ -148,10 +160,22 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         for (_, policy, tool, failure), row in self._rows.items():
             if row.began:
                 hashes = row.callers.list_kept(), row.sessions.list_kept()
-                rows.append(IncidentRow(policy, tool, failure, row.began, row.last, *hashes, row.requests, row.spared))
+                rows.append(
+                    IncidentRow(
+                        policy,
+                        tool,
+                        failure,
+                        row.began,
+                        row.last,
+                        *hashes,
+                        row.requests,
+                        row.spared,
+                    )
+                )
         return sorted(rows, key=lambda row: -row.began)
 
-    def make_document(self, *, shows_callers: bool) -> IncidentDocument:  # noqa: ARG002  # it has none
+    # It has none
+    def make_document(self, *, shows_callers: bool) -> IncidentDocument:  # noqa: ARG002
         """See `Table`."""
         return IncidentDocument(self.list_incidents())
 

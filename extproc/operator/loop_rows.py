@@ -11,7 +11,19 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from extproc.operator.rows import COUNTS, FIRST, MAX, MIN, SUM, Document, Row, fit, join, merge, newest
+from extproc.operator.rows import (
+    COUNTS,
+    FIRST,
+    MAX,
+    MIN,
+    SUM,
+    Document,
+    Row,
+    fit,
+    join,
+    merge,
+    newest,
+)
 from extproc.operator.sketch import Sketch
 from extproc.store.rules.documents import MAX_DOCUMENT
 
@@ -47,7 +59,8 @@ class Loop(Row, array_like=True):
         tools: the repeated tools.
         first, last: times of the first and last action, in seconds since 1970.
         count: the detector's newest count.
-        requests: number of requests by action; in shadow mode, by the action that would have been taken.
+        requests: number of requests by action; in shadow mode, by the action that would have been
+            taken.
         size: bytes of their bodies.
         stopped: requests that this loop stopped from being forwarded.
         stopped_size: bytes of their bodies.
@@ -96,7 +109,10 @@ class Loop(Row, array_like=True):
 
     @property
     def newness(self) -> tuple[bool, float]:
-        """Sort key for merging. Rows without requests, which only have changes after notes, come last."""
+        """Sort key for merging.
+
+        Rows without requests, which only have changes after notes, come last.
+        """
         return self.total > 0, self.last
 
 
@@ -114,20 +130,24 @@ def _join_paces(one: ConversationRow, other: ConversationRow, _: str) -> float:
 
 
 class ConversationRow(Row, array_like=True):
-    """A caller's looping conversation, over all policies and detectors. Each request is counted once.
+    """A caller's looping conversation, over all policies and detectors.
+
+    Each request is counted once.
 
     Attributes:
         tenant: hash of the caller, 16 hex digits. Empty for the shared row of an incident.
-        conversation: unique per caller: the hash of the session's name, else `=` and a digest of the opening, else `#` and
-            what repeats.
+        conversation: unique per caller: the hash of the session's name, else `=` and a digest of
+            the opening, else `#` and what repeats.
         session: hash of the session's name; empty if unknown.
         agent, path, model, tools: from the newest loop, truncated for display.
         descriptors: (name, hash) of each of the caller's descriptors, for orders.
-        loops: the newest loops, one per policy, detector and repetition, newest last. A request may be in several.
+        loops: the newest loops, one per policy, detector and repetition, newest last. A request may
+            be in several.
         first, last: times of the first and last request, in seconds since 1970.
         requests: number of requests that were acted on, or would have been.
         size: bytes of the bodies of forwarded requests.
-        cost: cost in nano-dollars of forwarded requests with a price: from the access log, else estimated.
+        cost: cost in nano-dollars of forwarded requests with a price: from the access log, else
+            estimated.
         estimated: the estimated part of `cost`.
         priced: bytes of the bodies of requests with a price.
         prompt: tokens of their prompts, from the access log, else estimated.
@@ -201,7 +221,9 @@ class Line(msgspec.Struct, array_like=True):
 
     def list_counts(self, minute: int) -> list[int]:
         """The counts of the hour that ends with `minute`, oldest first."""
-        return [*self.counts[:MINUTES], *[0] * min(MINUTES, max(0, minute - self.minute))][-MINUTES:]
+        return [*self.counts[:MINUTES], *[0] * min(MINUTES, max(0, minute - self.minute))][
+            -MINUTES:
+        ]
 
 
 class LoopDocument(Document, array_like=True):
@@ -225,7 +247,11 @@ class LoopDocument(Document, array_like=True):
     def pack(self) -> bytes:
         """See `Document`."""
         packed = super().pack()
-        return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(self.rows)))
+        return (
+            packed
+            if len(packed) <= MAX_DOCUMENT
+            else fit(0, lambda _: LoopDocument([], [], len(self.rows)))
+        )
 
     def finish(self, now: float) -> None:
         """See `Document`; aligns the curves to end at `now`."""
@@ -243,7 +269,9 @@ def merge_lines(lines: Iterable[Line], minute: int) -> list[Line]:
     for line in lines:
         key = (line.policy, line.mode, line.action)
         known = merged.setdefault(key, Line(*key, minute, [0] * MINUTES))
-        known.counts = [one + other for one, other in zip(known.counts, line.list_counts(minute), strict=True)]
+        known.counts = [
+            one + other for one, other in zip(known.counts, line.list_counts(minute), strict=True)
+        ]
     return [merged[key] for key in sorted(merged) if any(merged[key].counts)]
 
 

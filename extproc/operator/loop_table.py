@@ -33,7 +33,15 @@ from extproc.operator.loop_rows import (
     merge_lines,
 )
 from extproc.operator.rows import merge
-from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, KnownAs, Table, cut_caller, find_known
+from extproc.operator.table import (
+    NAME_SHOWN,
+    NAMES_SHOWN,
+    UNKNOWN,
+    KnownAs,
+    Table,
+    cut_caller,
+    find_known,
+)
 from extproc.request.clients import AGENT_HEADERS
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
@@ -58,7 +66,9 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         self.curves: dict[tuple[str, str, str], Line] = {}
         self.after: dict[NoteLabels, int] = {}
 
-    def note(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> list[tuple[Outcome, Loop]]:
+    def note(
+        self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]
+    ) -> list[tuple[Outcome, Loop]]:
         """Note a request and the loop outcomes in it that are not ALLOW; returns its loops.
 
         A request that is decided in two parts is counted once.
@@ -77,20 +87,33 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
             row.path = cut_text(request.path, PATH_SHOWN)
             row.model = cut_text(read_model(request.path, exchange.content), NAME_SHOWN)
             if key[0]:  # orders name sessions as limits do
-                row.session, row.agent = _find_name(exchange, limited=True), find_agent(request, candidate)
+                row.session, row.agent = (
+                    _find_name(exchange, limited=True),
+                    find_agent(request, candidate),
+                )
                 row.descriptors = [
                     (cut_text(name, NAME_SHOWN), hash_descriptor(name, value))
-                    for name, value in (candidate.values[:NAMES_SHOWN] if candidate is not None else ())
+                    for name, value in (
+                        candidate.values[:NAMES_SHOWN] if candidate is not None else ()
+                    )
                 ]
         row.last = now
         loops: list[tuple[Outcome, Loop]] = []
         for outcome in acted:
             self._draw(outcome, int(now) // 60)
             if not is_widespread(outcome):  # otherwise counted in the incident's row
-                loop = _open_loop(row, exchange, outcome, name_repeated(outcome.repeat, outcome.fingerprint), now)
-                _count_in_loop(loop, exchange.sums.length, outcome, now, stops=outcome is decision.lead)
+                loop = _open_loop(
+                    row, exchange, outcome, name_repeated(outcome.repeat, outcome.fingerprint), now
+                )
+                _count_in_loop(
+                    loop, exchange.sums.length, outcome, now, stops=outcome is decision.lead
+                )
                 loops.append((outcome, loop))
-        row.tool, row.failure = (cut_text(failure.tool, NAME_SHOWN), failure.digest) if failure is not None else ("", "")
+        row.tool, row.failure = (
+            (cut_text(failure.tool, NAME_SHOWN), failure.digest)
+            if failure is not None
+            else ("", "")
+        )
         if failure is not None and exchange.fails_for_many:
             row.failing = now
         if not again:
@@ -114,13 +137,24 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
             _count(row, exchange, now, refused=False)
 
     def note_after(  # noqa: PLR0913  # what is known of a change
-        self, exchange: Exchange, decision: Decision, outcome: Outcome, repeats: str, fingerprint: str, labels: NoteLabels
+        self,
+        exchange: Exchange,
+        decision: Decision,
+        outcome: Outcome,
+        repeats: str,
+        fingerprint: str,
+        labels: NoteLabels,
     ) -> None:
-        """Note a change after a loop's first note; see `AfterNote`. Another replica may have sent the note."""
+        """Note a change after a loop's first note; see `AfterNote`.
+
+        Another replica may have sent the note.
+        """
         now = time()
         if labels in self.after or len(self.after) < _MAX_CURVES:
             self.after[labels] = self.after.get(labels, 0) + 1
-        row = self._open_row(exchange.find_conversation_key() or name_conversation(exchange, decision.trace), now)
+        row = self._open_row(
+            exchange.find_conversation_key() or name_conversation(exchange, decision.trace), now
+        )
         loop = _open_loop(row, exchange, outcome, repeats, now)
         if not loop.requests:
             loop.fingerprint = fingerprint
@@ -129,7 +163,10 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         loop.after[name] = loop.after.get(name, 0) + 1
 
     def settle(self, spent: LoopCost, now: float, *, estimated: bool) -> None:
-        """Replace the estimated cost of a request by its cost. Another replica may have noted the estimate."""
+        """Replace the estimated cost of a request by its cost.
+
+        Another replica may have noted the estimate.
+        """
         row = self._open_row(spent.key, now)
         row.cost += spent.cost - spent.reserved
         row.estimated += (spent.cost if estimated else 0) - spent.reserved
@@ -138,7 +175,9 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
     def _open_row(self, key: tuple[str, ...], now: float) -> ConversationRow:
         row = self.use(key)
         if row is None:
-            row = ConversationRow(tenant=key[0], conversation=key[1], first=now, last=now, paced=now)
+            row = ConversationRow(
+                tenant=key[0], conversation=key[1], first=now, last=now, paced=now
+            )
             self.put(key, row)
         return row
 
@@ -147,12 +186,21 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         return merge([loop for row in self.copy() for loop in row.loops if loop.requests])
 
     def make_document(self, *, shows_callers: bool) -> LoopDocument:
-        """A snapshot of the table, largest conversation first. Callers' values are left out unless they may be shown."""
+        """A snapshot of the table, largest conversation first.
+
+        Callers' values are left out unless they may be shown.
+        """
         rows = sorted(self.copy(), key=lambda row: -(row.size + row.refused_size))
         if not shows_callers:
-            rows = [replace(row, loops=[replace(loop, caller=[]) for loop in row.loops]) for row in rows]
+            rows = [
+                replace(row, loops=[replace(loop, caller=[]) for loop in row.loops]) for row in rows
+            ]
         minute = int(time()) // 60
-        return LoopDocument(rows, merge_lines(self.curves.copy().values(), minute), after=list(self.after.copy().items()))
+        return LoopDocument(
+            rows,
+            merge_lines(self.curves.copy().values(), minute),
+            after=list(self.after.copy().items()),
+        )
 
     def _draw(self, outcome: Outcome, minute: int) -> None:
         key = outcome.policy, outcome.mode, outcome.action.value
@@ -194,8 +242,13 @@ def _count(row: ConversationRow, exchange: Exchange, now: float, *, refused: boo
         row.prompt += estimate_tokens(size)
 
 
-def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repeats: str, now: float) -> Loop:
-    """The loop of an outcome. A new one starts without requests, and evicts the row's oldest if full."""
+def _open_loop(
+    row: ConversationRow, exchange: Exchange, outcome: Outcome, repeats: str, now: float
+) -> Loop:
+    """The loop of an outcome.
+
+    A new one starts without requests, and evicts the row's oldest if full.
+    """
     name = outcome.policy, outcome.detector, outcome.mode, outcome.tenant, repeats
     for loop in reversed(row.loops):
         if loop.name == name:
@@ -204,7 +257,10 @@ def _open_loop(row: ConversationRow, exchange: Exchange, outcome: Outcome, repea
     caller, known = cut_caller(candidate.values) if candidate is not None else [], UNKNOWN
     for loop in row.loops:
         if loop.name[:4] == name[:4]:  # loops of one guard and caller share these values
-            caller, known = loop.caller, KnownAs(loop.alias, loop.labels, loop.credentials, loop.parts)
+            caller, known = (
+                loop.caller,
+                KnownAs(loop.alias, loop.labels, loop.credentials, loop.parts),
+            )
     if known is UNKNOWN and candidate is not None:
         known = find_known(candidate)
     path = cut_text(request.path, PATH_SHOWN)
@@ -264,7 +320,8 @@ def is_widespread(outcome: Outcome) -> bool:
 def name_conversation(exchange: Exchange, trace: Sequence[Outcome]) -> tuple[str, str]:
     """The key of a request's row: the caller and the conversation.
 
-    All outcomes of a request share a row, so the caller is always that of the first detector, even if it does not act.
+    All outcomes of a request share a row, so the caller is always that of the first detector, even
+    if it does not act.
     """
     first = trace[0]
     for outcome in trace:
@@ -277,7 +334,12 @@ def name_conversation(exchange: Exchange, trace: Sequence[Outcome]) -> tuple[str
 
 def _find_name(exchange: Exchange, *, limited: bool) -> str:
     """The hash of the session's name, preferably as limits (or else detectors) know it; empty if it has none."""
-    named = [each for group in exchange.groups for each in group.active if each.session not in {"", UNNAMED}]
+    named = [
+        each
+        for group in exchange.groups
+        for each in group.active
+        if each.session not in {"", UNNAMED}
+    ]
     for candidate in named:
         if isinstance(candidate, SessionGuard) is limited:
             return candidate.session
@@ -290,7 +352,11 @@ def _find_opening(document: Document | None) -> str:
         return ""
     try:
         conversation = open_conversation(document)
-        return "" if conversation.elsewhere else f"={digest(read_opening(conversation), _OPENING).hex()}"
+        return (
+            ""
+            if conversation.elsewhere
+            else f"={digest(read_opening(conversation), _OPENING).hex()}"
+        )
     except NotCounted:
         return ""
 
@@ -298,7 +364,8 @@ def _find_opening(document: Document | None) -> str:
 def read_opening(conversation: Conversation) -> bytes:
     """The first words of the user and the assistant, which stay the same as a conversation grows.
 
-    The assistant's turn is left out if no detector has read the transcript. Raises NotCounted if the user's is unreadable.
+    The assistant's turn is left out if no detector has read the transcript. Raises NotCounted if
+    the user's is unreadable.
     """
     shown = conversation.transcript
     turn = shown.turns[0].hash if isinstance(shown, Transcript) and shown.turns else b""

@@ -1,7 +1,8 @@
 """Overrides: orders about callers that operators give and revoke while the server runs.
 
-Overrides live in the store. Each replica polls the store once a second and applies what it finds. While the store is away,
-replicas apply the last known overrides. The store has hashes of clients' names, never the names themselves.
+Overrides live in the store. Each replica polls the store once a second and applies what it finds.
+While the store is away, replicas apply the last known overrides. The store has hashes of clients'
+names, never the names themselves.
 """
 # interpreted: takes what operators order
 
@@ -66,7 +67,10 @@ SESSION_SECONDS: Final = 86_400
 """Default duration of a kill or a grant: longer than most sessions last."""
 
 _LEAST_RELEASE_SECONDS = 3_600
-"""Minimum duration of a release. Policies in route metadata may have longer lifetimes than the loaded ones."""
+"""Minimum duration of a release.
+
+Policies in route metadata may have longer lifetimes than the loaded ones.
+"""
 
 _MARGIN_SECONDS = 60
 _MAX_REASON = 256
@@ -88,14 +92,17 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 _SHOWN = 20
-_CALLER = "the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
+_CALLER = (
+    "the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
+)
 
 
 class Seen(NamedTuple):
     """Hashes that replicas have reported in the last hour.
 
     Attributes:
-        callers: number of callers by what identifies them: the caller's hash, the hash of a value, or an alias.
+        callers: number of callers by what identifies them: the caller's hash, the hash of a value,
+            or an alias.
         sessions: hashes of session names.
         fingerprints: fingerprints of loops.
         policies: ids of the policies that reported a hash or alias.
@@ -121,7 +128,8 @@ class OverrideService:
 
     Attributes:
         emit: called with an event kind (`events.TYPES`) for each change made by this replica.
-        list_seen: called in a thread for an order that names a hash; returns None if nothing is known.
+        list_seen: called in a thread for an order that names a hash; returns None if nothing is
+            known.
         list_budgets: called in a thread for a budget grant; returns the rows of all replicas.
     """
 
@@ -146,7 +154,8 @@ class OverrideService:
     async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
         """Apply an order: on this replica at once, on others within a second.
 
-        Returns the override and remarks for the operator. Raises BadOrderError, or StoreError if it cannot be stored.
+        Returns the override and remarks for the operator. Raises BadOrderError, or StoreError if it
+        cannot be stored.
         """
         plans = self._service.engine.plans
         override = parse_order(order, who, time(), plans, self._service.key)
@@ -163,33 +172,47 @@ class OverrideService:
         plans = [*plans, *self._service.handed_over.list_plans()]
         hashes = _find_hashes(override.target, session_key)
         seen = await asyncio.to_thread(self.list_seen) if hashes else None
-        override = override._replace(meets=tuple(find_met(override, plans, [value for _, value in hashes], seen)))
+        override = override._replace(
+            meets=tuple(find_met(override, plans, [value for _, value in hashes], seen))
+        )
         seconds = override.ends - override.since
-        await self._store.documents.put(ORDERS, _BOOK, override.name, write_override(override), seconds)
+        await self._store.documents.put(
+            ORDERS, _BOOK, override.name, write_override(override), seconds
+        )
         _announce("override given", override, who)
         self.emit(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
         missed = remark_on_missed(override, plans) if seen is not None else ()
-        return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen), *missed]
+        return override, [
+            *remark(override, plans, session_key),
+            *_remark_on_hashes(hashes, seen),
+            *missed,
+        ]
 
     async def _credit(self, grant: ActiveOverride, who: str) -> tuple[ActiveOverride, list[str]]:
         """Add a grant's amount to its budgets, once; see `give`."""
         rows = await asyncio.to_thread(self.list_budgets)
         plans = [*self._service.engine.plans, *self._service.handed_over.list_plans()]
         takes, notes = find_credits(grant, rows, plans, time())
-        grant = grant._replace(meets=tuple(sorted({row.policy for row in rows if concerns(grant, row)})))
+        grant = grant._replace(
+            meets=tuple(sorted({row.policy for row in rows if concerns(grant, row)}))
+        )
         await self.refresh()
         if grant.name in self._standing:
             return grant, ["this grant was given before and is not added again"]
         if len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()
-        await self._store.documents.put(ORDERS, _BOOK, grant.name, write_override(grant), grant.ends - grant.since)
+        await self._store.documents.put(
+            ORDERS, _BOOK, grant.name, write_override(grant), grant.ends - grant.since
+        )
         try:
             answers = self._store.hit(takes) if takes else []
             if not isinstance(answers, list):
                 await answers
         except PartlyAwayError:  # a retry would credit some callers twice
-            notes.append("part of the store is unavailable: some of the callers did not get the grant")
+            notes.append(
+                "part of the store is unavailable: some of the callers did not get the grant"
+            )
         except StoreError:
             with suppress(StoreError):
                 await self._store.documents.drop(ORDERS, _BOOK, grant.name)
@@ -202,12 +225,16 @@ class OverrideService:
     async def revoke(self, name: str, who: str) -> bool:
         """End an override early; returns whether it existed.
 
-        Raises StoreError if the store is away, and BadOrderError for a budget grant that has already been added.
+        Raises StoreError if the store is away, and BadOrderError for a budget grant that has
+        already been added.
         """
         await self.refresh()
         revoked = self._standing.get(name)
         if revoked is not None and has_acted(revoked):
-            raise BadOrderError(f"{name} was already added to a budget and cannot be revoked; it is listed until it ends")
+            raise BadOrderError(
+                f"{name} was already added to a budget and cannot be revoked; it is listed until "
+                "it ends"
+            )
         if not await self._store.documents.drop(ORDERS, _BOOK, name):
             return False
         if revoked is not None:
@@ -228,7 +255,10 @@ class OverrideService:
                 _LOG.exception("overrides cannot be read")
 
     async def refresh(self) -> None:
-        """Apply the store's overrides if they have changed. If it raises StoreError, the current ones still apply."""
+        """Apply the store's overrides if they have changed.
+
+        If it raises StoreError, the current ones still apply.
+        """
         async with self._lock:
             found = await self._store.documents.read(ORDERS, _BOOK, self._version)
             if found is None:
@@ -255,22 +285,31 @@ def has_acted(override: ActiveOverride) -> bool:
 
 
 def _announce(what: str, override: ActiveOverride, who: str) -> None:
-    shown = {name: value for name, value in describe_override(override).items() if name not in ("who", "since")}
+    shown = {
+        name: value
+        for name, value in describe_override(override).items()
+        if name not in ("who", "since")
+    }
     _LOG.warning(what, extra=make_extra(**shown, who=who or None))
 
 
 # ---- Parsing orders
 
 
-def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key: HashKey = PROCESS_KEY) -> ActiveOverride:
+def parse_order(
+    order: object, who: str, now: float, plans: Sequence[Plan], key: HashKey = PROCESS_KEY
+) -> ActiveOverride:
     """Parse an operator's order given at `now` (seconds since 1970); raises BadOrderError with all problems.
 
-    An order is an object with `kind` and at least one target: `caller` (a hash, an alias, or values by name), `session` (a
-    hash, or one value by its key), `fingerprint` or `tool`. `policy`, `seconds` and `reason` are optional.
+    An order is an object with `kind` and at least one target: `caller` (a hash, an alias, or values
+        by name), `session` (a
+    hash, or one value by its key), `fingerprint` or `tool`. `policy`, `seconds` and `reason` are
+    optional.
 
-    A grant also has at least one of `steps`, `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`,
-    `spawns_per_minute` and `tools` (calls by name). A budget grant instead has a `budget` (the name of a rule) and an `amount`,
-    which is added once or, with `seconds`, raises the limit for that time. Grants with the same `key` are one grant.
+    A grant also has at least one of `steps`, `tool_calls`, `cost` (in dollars), `depth`, `agents`,
+    `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name). A budget grant instead has
+    a `budget` (the name of a rule) and an `amount`, which is added once or, with `seconds`, raises
+    the limit for that time. Grants with the same `key` are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -278,11 +317,21 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
         raise BadOrderError("; ".join(problems))
     policy = str(given.get("policy", ALL_POLICIES))
     default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
-    seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
+    seconds = (
+        _find_release_seconds(policy, plans)
+        if kind == RELEASE
+        else int(given.get("seconds", default))
+    )
     caller = given.get("caller", "")
     named = Target(caller) if isinstance(caller, str) else _name_caller(caller, plans, key)
-    named = named._replace(**{field: given[field] for field in ("fingerprint", "tool") if field in given})
-    target = named._replace(session=_hash_session(given["session"], key)) if "session" in given else named
+    named = named._replace(
+        **{field: given[field] for field in ("fingerprint", "tool") if field in given}
+    )
+    target = (
+        named._replace(session=_hash_session(given["session"], key))
+        if "session" in given
+        else named
+    )
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
@@ -292,7 +341,9 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     budget = str(given.get("budget", "")), float(given.get("amount", 0))
     raises = bool(budget[0]) and "seconds" in given
     tools = given.get("tools", ())
-    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, tools, *budget, raises=raises)
+    return ActiveOverride(
+        name, kind, target, policy, now, now + seconds, *words, grant, tools, *budget, raises=raises
+    )
 
 
 def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
@@ -305,31 +356,47 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
 
 
 def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey) -> Target:
-    """The target for a caller's values. Secrets are hashed unless given as hashes; a single secret is the caller's name."""
+    """The target for a caller's values.
+
+    Secrets are hashed unless given as hashes; a single secret is the caller's name.
+    """
     known = {name for plan in plans for name in plan.list_names()}
     forms = [form for plan in plans for form in plan.callers.forms]
     named: dict[str, str] = {}
     for given, written in values.items():
-        name, text = given if given in known else given.rpartition(":")[2], written  # without the source of a limit key
+        name, text = (
+            given if given in known else given.rpartition(":")[2],
+            written,
+        )  # without the source of a limit key
         for form in forms:
-            if form.start and form.descriptor == name and written.startswith(form.start):  # as `explain` prints a `first_of`
+            if (
+                form.start and form.descriptor == name and written.startswith(form.start)
+            ):  # as `explain` prints a `first_of`
                 name, text = form.name, written[len(form.start) :]
                 break
         named[name] = text
     claims = {name for name in named if any(plan.is_told_apart_by(f"jwt:{name}") for plan in plans)}
     secrets = {CREDENTIAL, *[form.name for form in forms if form.secret]}
     secrets |= {name for name in named if says_secret(name)} - claims
-    shown = {name: _hide(text, name, key) if name in secrets else text for name, text in named.items()}
+    shown = {
+        name: _hide(text, name, key) if name in secrets else text for name, text in named.items()
+    }
     if len(shown) == 1 and secrets.issuperset(shown):
         return Target(caller=next(iter(shown.values())))
-    return Target(descriptors=tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items())))
+    return Target(
+        descriptors=tuple(
+            sorted((name, hash_descriptor(name, text)) for name, text in shown.items())
+        )
+    )
 
 
 def _hash_session(session: str | tuple[str, str], key: HashKey) -> str:
     if isinstance(session, str):
         return session
     name, text = session
-    return hash_descriptor(name, _hide(text, name, key) if is_secret(name) and not is_in_body(name) else text)
+    return hash_descriptor(
+        name, _hide(text, name, key) if is_secret(name) and not is_in_body(name) else text
+    )
 
 
 def _hide(secret: str, name: str, key: HashKey) -> str:
@@ -342,7 +409,10 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
     if kind in (KILL, GRANT):
         for key in ("fingerprint", "tool"):
             if key in given:
-                yield f"{key} cannot be given for a {kind}, which applies to whole sessions: name a session, or a caller"
+                yield (
+                    f"{key} cannot be given for a {kind}, which applies to whole sessions: name "
+                    "a session, or a caller"
+                )
     if kind == GRANT:
         yield from _find_grant_misfits(given)
     for key in (*_AMOUNTS, "tools", "budget", "amount", "key") if kind != GRANT else ():
@@ -356,7 +426,9 @@ def _find_grant_misfits(given: Mapping[str, object]) -> Iterator[str]:
     elif "amount" in given:
         yield "amount needs a budget, which is the name of a rule"
     elif not given.keys() & {*_AMOUNTS, "tools"}:
-        yield f"at least one of these is required: {', '.join(_AMOUNTS)}, tools; or budget and amount"
+        yield (
+            f"at least one of these is required: {', '.join(_AMOUNTS)}, tools; or budget and amount"
+        )
 
 
 def _find_budget_misfits(given: Mapping[str, object]) -> Iterator[str]:
@@ -375,7 +447,11 @@ def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -
 
 
 def _may_meet(one: ActiveOverride, other: ActiveOverride) -> bool:
-    named = [(one.policy, other.policy), (one.target.caller, other.target.caller), (one.target.session, other.target.session)]
+    named = [
+        (one.policy, other.policy),
+        (one.target.caller, other.target.caller),
+        (one.target.session, other.target.session),
+    ]
     others = dict(other.target.descriptors)
     named += [(value, others.get(name, "")) for name, value in one.target.descriptors]
     return all(not mine or not theirs or mine == theirs for mine, theirs in named)
@@ -390,7 +466,11 @@ def _read_fields(order: object) -> dict[str, Any]:
     if not isinstance(order, dict):
         raise BadOrderError(f"an override is an object, not {describe(order)}")
     known = ", ".join(_READERS)
-    problems = [f"{describe(key)}: unknown key; known keys are {known}" for key in order if key not in _READERS]
+    problems = [
+        f"{describe(key)}: unknown key; known keys are {known}"
+        for key in order
+        if key not in _READERS
+    ]
     given: dict[str, Any] = {}
     for key, read in _READERS.items():
         if order.get(key) is None:
@@ -414,7 +494,13 @@ def _read_fields(order: object) -> dict[str, Any]:
 
 def _find_broken(value: object) -> str:
     """The first text with half of a surrogate pair, which JSON can contain but UTF-8 cannot; empty if there is none."""
-    texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
+    texts = (
+        [value]
+        if isinstance(value, str)
+        else [*value, *value.values()]
+        if isinstance(value, dict)
+        else []
+    )
     return next((text for text in texts if isinstance(text, str) and _SURROGATE.search(text)), "")
 
 
@@ -435,7 +521,9 @@ def _read_session(value: object) -> str | tuple[str, str]:
             raise ValueError(f"has a key that {error}", key) from None
     if isinstance(value, str) and _HASH.fullmatch(value):
         return value
-    raise ValueError("must be 16 hex digits, or an object of one value by its key, such as header:x-session-id")
+    raise ValueError(
+        "must be 16 hex digits, or an object of one value by its key, such as header:x-session-id"
+    )
 
 
 def _are_texts(value: Mapping[object, object]) -> bool:
@@ -455,7 +543,9 @@ def _read_tools(value: object) -> tuple[tuple[str, int], ...]:
 
 
 def _make_reader(
-    wanted: str, fits: Callable[[Any], object], convert: Callable[[Any], object] = lambda value: value
+    wanted: str,
+    fits: Callable[[Any], object],
+    convert: Callable[[Any], object] = lambda value: value,
 ) -> Callable[[object], object]:
     def read(value: object) -> object:
         if not fits(value):
@@ -467,12 +557,15 @@ def _make_reader(
 
 def _read_text(longest: int) -> Callable[[object], object]:
     return _make_reader(
-        f"a text of 1 to {longest} characters", lambda value: isinstance(value, str) and 0 < len(value) <= longest
+        f"a text of 1 to {longest} characters",
+        lambda value: isinstance(value, str) and 0 < len(value) <= longest,
     )
 
 
 def _read_number(most: int, unit: str = "") -> Callable[[object], object]:
-    return _make_reader(f"a number{unit} from 1 to {most}", lambda value: _is_number(value, most, int))
+    return _make_reader(
+        f"a number{unit} from 1 to {most}", lambda value: _is_number(value, most, int)
+    )
 
 
 def _is_number(value: Any, most: int, *kinds: type) -> bool:  # noqa: ANN401  # decoded JSON
@@ -503,7 +596,9 @@ _READERS: dict[str, Callable[[object], object]] = {
     "tools": _read_tools,
     "budget": _read_text(_MAX_RULE),
     "amount": _make_reader(
-        f"a number, more than 0 and at most {MAX_AMOUNT}", lambda value: _is_number(value, MAX_AMOUNT, int, float), float
+        f"a number, more than 0 and at most {MAX_AMOUNT}",
+        lambda value: _is_number(value, MAX_AMOUNT, int, float),
+        float,
     ),
     "key": _read_text(_MAX_KEY),
 }
@@ -517,7 +612,11 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
     target = override.target
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
     if not meant:
-        return [f"no policy {override.policy} is loaded"] if override.policy else ["no policy is loaded"]
+        return (
+            [f"no policy {override.policy} is loaded"]
+            if override.policy
+            else ["no policy is loaded"]
+        )
     ends_sessions, limits_alone = _tell_scope(override)
     acting = [plan for plan in meant if plan.limiter is not None] if limits_alone else meant
     if not acting:
@@ -529,19 +628,30 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
     lacking = [name for name, _ in target.descriptors if name not in known]
     if lacking:
         there = ", ".join(sorted(known)) or "none"
-        said.append(f"no policy identifies callers by {' or '.join(lacking)}; known descriptors: {there}")
+        said.append(
+            f"no policy identifies callers by {' or '.join(lacking)}; known descriptors: {there}"
+        )
     if target.session:
         said += _remark_on_session(session_key, acting, limited=limits_alone or ends_sessions)
     if target.tool and not any(map(_looks_at_tools, acting)):
-        said.append(f"this {override.kind} does nothing: no policy looks at tools (tool_calls, turns and mcp do)")
+        said.append(
+            f"this {override.kind} does nothing: no policy looks at tools (tool_calls, turns and "
+            "mcp do)"
+        )
     if override.kind in (BLOCK, KILL) and all(plan.shadow for plan in acting):
         said.append("the policies it applies to are in shadow mode, so nothing is refused")
     if override.kind == GRANT:
         said += _remark_on_grant(override, acting)
-    reading = [f"{plan.id} ({detector.name})" for plan in acting for detector in plan.detectors if detector.stateless]
+    reading = [
+        f"{plan.id} ({detector.name})"
+        for plan in acting
+        for detector in plan.detectors
+        if detector.stateless
+    ]
     if override.kind == RELEASE and reading:
         said.append(
-            f"a release cannot reset loops that a request itself shows, as in {', '.join(reading[:10])}: "
+            "a release cannot reset loops that a request itself shows, as in "
+            f"{', '.join(reading[:10])}: "
             "allow the caller for a while instead"
         )
     return said
@@ -553,10 +663,13 @@ def _tell_scope(override: ActiveOverride) -> tuple[bool, bool]:
     return ends_sessions, override.kind in (KILL, GRANT) and not ends_sessions
 
 
-def find_met(override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[str], seen: Seen | None) -> list[str]:
+def find_met(
+    override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[str], seen: Seen | None
+) -> list[str]:
     """The ids of the policies that an order may affect.
 
-    A policy's configuration does not show which hashes it produces, so only policies that reported all `hashes` count.
+    A policy's configuration does not show which hashes it produces, so only policies that reported
+    all `hashes` count.
     """
     ends_sessions, limits_alone = _tell_scope(override)
     target, met = override.target, []
@@ -578,11 +691,16 @@ def find_met(override: ActiveOverride, plans: Sequence[Plan], hashes: Sequence[s
 def remark_on_missed(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
     """Warn if an order that names only a caller's hash applies to only some of its policies."""
     limits_alone = _tell_scope(override)[1]
-    meant = [plan.id for plan in plans if override.policy in ("", plan.id) and (plan.limiter is not None or not limits_alone)]
+    meant = [
+        plan.id
+        for plan in plans
+        if override.policy in ("", plan.id) and (plan.limiter is not None or not limits_alone)
+    ]
     missed = [policy for policy in dict.fromkeys(meant) if policy not in override.meets]
     if missed and override.meets and override.target == Target(override.target.caller):
         yield (
-            f"this applies to {', '.join(override.meets[:_SHOWN])}, but not to {', '.join(missed[:_SHOWN])}, which had no"
+            f"this applies to {', '.join(override.meets[:_SHOWN])}, but not to "
+            f"{', '.join(missed[:_SHOWN])}, which had no"
             " request from this caller in the last hour or identify it differently"
         )
 
@@ -592,10 +710,16 @@ def _looks_at_tools(plan: Plan) -> bool:
 
 
 def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Iterator[str]:
-    keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
+    keys = list(
+        dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited))
+    )
     if not keys:
         yield "this does nothing: no policy looks for sessions"
-    elif key and key not in keys and not (VENDOR_SESSION in keys and is_vendor_session(key.partition(":")[2])):
+    elif (
+        key
+        and key not in keys
+        and not (VENDOR_SESSION in keys and is_vendor_session(key.partition(":")[2]))
+    ):
         yield f"no policy finds sessions by {key}; known keys: {', '.join(keys)}"
 
 
@@ -613,7 +737,11 @@ def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterato
 def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
     """The hashes in an order, each after the name of its field in `Seen`."""
     session = "" if session_key else target.session
-    named = (("callers", target.caller), ("sessions", session), ("fingerprints", target.fingerprint))
+    named = (
+        ("callers", target.caller),
+        ("sessions", session),
+        ("fingerprints", target.fingerprint),
+    )
     return [(kind, value) for kind, value in named if value]
 
 
@@ -625,8 +753,10 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
             yield f"this applies to {shared} callers, which share {value}"
         if value not in getattr(seen, kind):
             yield (
-                f"this probably does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
-                "Take hashes from the server's log, from /loops, or from a replay of recorded requests"
+                f"this probably does nothing: the {kind[:-1]} {value} was not reported in the "
+                "last hour. "
+                "Take hashes from the server's log, from /loops, or from a replay of recorded "
+                "requests"
             )
 
 
@@ -659,17 +789,43 @@ def read_override(name: str, document: bytes) -> ActiveOverride:
     """Decode an override from the store, perhaps of another version; raises ValueError if it is invalid."""
     try:
         found = json.loads(document)
-        descriptors = tuple(sorted((str(key), str(value)) for key, value in found["descriptors"].items()))
-        caller, session, fingerprint, tool = [str(found[key]) for key in ("caller", "session", "fingerprint", "tool")]
+        descriptors = tuple(
+            sorted((str(key), str(value)) for key, value in found["descriptors"].items())
+        )
+        caller, session, fingerprint, tool = [
+            str(found[key]) for key in ("caller", "session", "fingerprint", "tool")
+        ]
         kind, policy, reason, who = [str(found[key]) for key in ("kind", "policy", "reason", "who")]
         target = Target(caller, descriptors, session, fingerprint, tool)
-        grant = Grant(*(min(max(0, int(given)), most) for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)))
-        tools = tuple([(str(tool), min(max(0, int(calls)), MAX_GRANT.tool_calls)) for tool, calls in found.get("tools", ())])
+        grant = Grant(
+            *(
+                min(max(0, int(given)), most)
+                for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)
+            )
+        )
+        tools = tuple(
+            [
+                (str(tool), min(max(0, int(calls)), MAX_GRANT.tool_calls))
+                for tool, calls in found.get("tools", ())
+            ]
+        )
         since, ends = float(found["since"]), float(found["ends"])
         budget = str(found.get("budget", "")), float(found.get("amount", 0))
         meets = tuple([str(policy) for policy in found.get("meets", ())])
         return ActiveOverride(
-            name, kind, target, policy, since, ends, reason, who, grant, tools, *budget, meets, bool(found.get("raises"))
+            name,
+            kind,
+            target,
+            policy,
+            since,
+            ends,
+            reason,
+            who,
+            grant,
+            tools,
+            *budget,
+            meets,
+            bool(found.get("raises")),
         )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
@@ -681,7 +837,10 @@ def _read_all(documents: Mapping[str, bytes]) -> dict[str, ActiveOverride]:
         try:
             read[name] = read_override(name, document)
         except ValueError as error:
-            _LOG.warning("an override in the store is invalid", extra=make_extra(override=name, error=str(error)))
+            _LOG.warning(
+                "an override in the store is invalid",
+                extra=make_extra(override=name, error=str(error)),
+            )
     return read
 
 

@@ -1,6 +1,7 @@
 """Records the outcome of the marked requests of `loopguard check-envoy --probe`.
 
-Marks are only recorded while an operator follows their probe, and have no other effect, so sending one gains a client nothing.
+Marks are only recorded while an operator follows their probe, and have no other effect, so sending
+one gains a client nothing.
 """
 
 # interpreted: notes the requests of `check-envoy --probe`
@@ -36,10 +37,17 @@ class Probes:
         self._ends: dict[str, float] = {}
 
     def follow(self, probe: str) -> dict[str, dict[str, Any]]:
-        """The outcomes of a probe's requests, by mark. Extends the recording to ten minutes from now. Thread-safe."""
+        """The outcomes of a probe's requests, by mark.
+
+        Extends the recording to ten minutes from now. Thread-safe.
+        """
         now = monotonic()
         for name, end in list(self._ends.items()):
-            if end <= now or (probe not in self._ends and len(self._ends) >= _MOST_PROBES and end == min(self._ends.values())):
+            if end <= now or (
+                probe not in self._ends
+                and len(self._ends) >= _MOST_PROBES
+                and end == min(self._ends.values())
+            ):
                 self._ends.pop(name, None)
                 self._seen.pop(name, None)
         self._ends[probe] = now + _SECONDS

@@ -79,7 +79,10 @@ class Reporter:
         self._spawns = SpawnLinks()
         self.show_callers = show_callers
         self._metrics = metrics
-        self._decisions, self._loops = metrics.decisions, metrics.loops  # saves attribute lookups per request
+        self._decisions, self._loops = (
+            metrics.decisions,
+            metrics.loops,
+        )  # saves attribute lookups per request
         self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
         self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
@@ -87,12 +90,18 @@ class Reporter:
         self._missing = RateLimit(_LINES_PER_SECOND)
         self._follower = NoteFollower()
         self._stopped: dict[str, Reminder] = {}  # by place in a policy file, or by override
-        self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
+        self._reminders: dict[
+            tuple[str, str], Reminder
+        ] = {}  # by policy and limit key, which no client chooses
 
     def _count_lost(self) -> dict[str, int]:
         """Counts of entries dropped at capacity, and of implausible usage."""
         metrics = self._metrics
-        counters = {DROPPED: metrics.chains_dropped, EVICTED: metrics.store_evictions, ABSURD: metrics.absurd_usage}
+        counters = {
+            DROPPED: metrics.chains_dropped,
+            EVICTED: metrics.store_evictions,
+            ABSURD: metrics.absurd_usage,
+        }
         return {reason: int(counter._value.get()) for reason, counter in counters.items()}  # noqa: SLF001  # as fast as a number
 
     def report(self, exchange: Exchange, decision: Decision) -> None:
@@ -108,7 +117,9 @@ class Reporter:
                 self._report_after_notes(exchange, decision)
                 break
         decisions = self._decisions
-        for outcome in decision.trace if len(decision.trace) == 1 else group_by_policy(decision.trace):
+        for outcome in (
+            decision.trace if len(decision.trace) == 1 else group_by_policy(decision.trace)
+        ):
             allowed = outcome.action is Action.ALLOW
             labels = outcome.policy, outcome.mode, _ALLOWED if allowed else outcome.action.value
             decisions[labels] = decisions.get(labels, 0) + 1
@@ -137,10 +148,18 @@ class Reporter:
         if exchange.enforcing.left_out or exchange.shadow.left_out:
             for policy, reason in exchange.list_uncounted():
                 self._metrics.uncounted.labels(policy, reason).inc()
-        if [group for group in exchange.groups if group.left_out or group.missing or group.failures]:  # any() would take 0.2 us
+        if [
+            group for group in exchange.groups if group.left_out or group.missing or group.failures
+        ]:  # any() would take 0.2 us
             self.coverage.note(exchange)
         for group in exchange.groups:
-            if group.missing or group.changing or group.failures or group.contradicted or group.spared:
+            if (
+                group.missing
+                or group.changing
+                or group.failures
+                or group.contradicted
+                or group.spared
+            ):
                 self._report_group(group)
 
     def _report_group(self, group: Guards) -> None:
@@ -157,7 +176,11 @@ class Reporter:
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
         """Report a request that no note could be added to, once per policy that asked for one."""
-        steering = [outcome.policy for outcome in decision.trace if outcome.action in NOTED and outcome.mode == "enforce"]
+        steering = [
+            outcome.policy
+            for outcome in decision.trace
+            if outcome.action in NOTED and outcome.mode == "enforce"
+        ]
         policies = list(dict.fromkeys(steering))
         self.coverage.note_unsteered(policies, reason)
         for policy in policies:
@@ -181,14 +204,25 @@ class Reporter:
             elif isinstance(outcome.subject, BudgetSubject):
                 self._report_budget(exchange, outcome, outcome.subject)
             elif outcome.reason is Reason.LOOP_DETECTED:
-                name = outcome.policy, outcome.detector, outcome.mode, outcome.action.value, outcome.strength
+                name = (
+                    outcome.policy,
+                    outcome.detector,
+                    outcome.mode,
+                    outcome.action.value,
+                    outcome.strength,
+                )
                 metrics.detections[name] = metrics.detections.get(name, 0) + 1
                 acted.append(outcome)
         if acted:
             self._report_loops(exchange, decision, acted)
 
-    def _report_loops(self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]) -> None:
-        """Report a request of a looping conversation. If `acted` is empty, an override allowed the request."""
+    def _report_loops(
+        self, exchange: Exchange, decision: Decision, acted: Sequence[Outcome]
+    ) -> None:
+        """Report a request of a looping conversation.
+
+        If `acted` is empty, an override allowed the request.
+        """
         try:
             if not acted:
                 self.loops.note_allowed(exchange, decision)
@@ -205,7 +239,14 @@ class Reporter:
             exchange.after_notes = self._follower.follow(exchange, decision)
             for change in exchange.after_notes:
                 self._metrics.after_notes.labels(*change.labels).inc()
-                self.loops.note_after(exchange, decision, change.outcome, change.repeats, change.fingerprint, change.labels)
+                self.loops.note_after(
+                    exchange,
+                    decision,
+                    change.outcome,
+                    change.repeats,
+                    change.fingerprint,
+                    change.labels,
+                )
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("a change after a note could not be reported", error)
 
@@ -248,24 +289,45 @@ class Reporter:
             if run.known is UNKNOWN:
                 run.known = find_known(candidate)
 
-    def _link_sessions(self, candidate: SessionGuard, document: Document, name: tuple[str, str, str, str]) -> None:
+    def _link_sessions(
+        self, candidate: SessionGuard, document: Document, name: tuple[str, str, str, str]
+    ) -> None:
         try:
-            started = self._spawns.note(name[0], candidate.session, document, begins=not candidate.waits)
+            started = self._spawns.note(
+                name[0], candidate.session, document, begins=not candidate.waits
+            )
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("sessions could not be linked", error, policy=name[1])
         else:
             self.sessions.link(name, started)
 
     def _report_unnamed(self, candidate: SessionGuard, now: float) -> None:
-        policy, mode, limited = candidate.plan.id, candidate.compiled.mode, candidate.hit is not None
+        policy, mode, limited = (
+            candidate.plan.id,
+            candidate.compiled.mode,
+            candidate.hit is not None,
+        )
         self._metrics.session_unnamed.labels(policy, mode).inc()
-        self.sessions.note_unnamed(RunName(candidate.tenant, policy, mode, UNNAMED), candidate.values, now)
+        self.sessions.note_unnamed(
+            RunName(candidate.tenant, policy, mode, UNNAMED), candidate.values, now
+        )
         if requests := self._remind(f"{UNNAMED} {mode} {policy}"):
-            what = "they share unnamed_limits" if limited else "they pass: unnamed_limits would limit them"
-            _LOG.warning(f"nothing names the session of requests; {what}", extra=make_extra(policy=policy, requests=requests))
+            what = (
+                "they share unnamed_limits"
+                if limited
+                else "they pass: unnamed_limits would limit them"
+            )
+            _LOG.warning(
+                f"nothing names the session of requests; {what}",
+                extra=make_extra(policy=policy, requests=requests),
+            )
 
-    def report_settled(self, ended: Entry, settled: Sequence[Settled], answers: Sequence[Answer | None]) -> None:
-        """Report the usage of a finished request. Usage that the store could not record is reported, too.
+    def report_settled(
+        self, ended: Entry, settled: Sequence[Settled], answers: Sequence[Answer | None]
+    ) -> None:
+        """Report the usage of a finished request.
+
+        Usage that the store could not record is reported, too.
 
         A refused request is only reported to the session table.
         """
@@ -273,18 +335,35 @@ class Reporter:
         usage = None if ended.estimated else ended.usage
         for each, answer in zip(settled, answers, strict=True):
             asked = each.asked
-            applied = answer.granted if isinstance(answer, Taken) else isinstance(answer, Standing) and not answer.retry
+            applied = (
+                answer.granted
+                if isinstance(answer, Taken)
+                else isinstance(answer, Standing) and not answer.retry
+            )
             if each.loop is not None and applied:
                 self.loops.settle(each.loop, now, estimated=ended.estimated)
-            if isinstance(answer, Standing) and isinstance(asked, Settlement) and (ended.refused or not answer.retry):
-                name, known = (each.tenant, each.policy, each.mode, each.session), (each.model, asked.call, ended.status, usage)
-                self.sessions.settle(name, answer, *known, now, refused=ended.refused, model_ms=ended.model_ms)
-            elif isinstance(answer, Standing) or (each.rule and isinstance(answer, Taken) and not answer.granted):
+            if (
+                isinstance(answer, Standing)
+                and isinstance(asked, Settlement)
+                and (ended.refused or not answer.retry)
+            ):
+                name, known = (
+                    (each.tenant, each.policy, each.mode, each.session),
+                    (each.model, asked.call, ended.status, usage),
+                )
+                self.sessions.settle(
+                    name, answer, *known, now, refused=ended.refused, model_ms=ended.model_ms
+                )
+            elif isinstance(answer, Standing) or (
+                each.rule and isinstance(answer, Taken) and not answer.granted
+            ):
                 self.report_unknown_calls(1)
             elif each.rule and isinstance(asked, Take):
                 self.budgets.settle(each, asked, now, estimated=ended.estimated)
                 metrics.budget_used.labels(each.policy, each.mode, each.rule).inc(each.used)
-                metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
+                metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(
+                    each.estimated
+                )
 
     def report_unknown_calls(self, calls: int) -> None:
         """Report access log entries without an open call: settled before, too late, or forged."""
@@ -295,18 +374,27 @@ class Reporter:
         self._metrics.uncountable_rejected.labels(policy, reason).inc()
 
     def report_killed(self, switch: Switch, mode: str) -> None:
-        """Report a request that matches a kill switch. The first is logged, then their number once a minute."""
+        """Report a request that matches a kill switch.
+
+        The first is logged, then their number once a minute.
+        """
         self._metrics.kill_switched.labels(switch.scope_key, mode).inc()
         if requests := self._remind(switch.place):
             shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
-            _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
+            _LOG.warning(
+                "kill switch",
+                extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests),
+            )
 
     def report_blocked(self, policy: str, block: ActiveOverride) -> None:
         """Report a request that an operator's block refuses; logged as for kill switches."""
         self._metrics.overridden.labels(policy, "enforce", block.kind).inc()
         if requests := self._remind(block.name):
             shown = {"reason": block.reason or None, "who": block.who or None}
-            _LOG.warning("blocked", extra=make_extra(override=block.name, policy=policy, **shown, requests=requests))
+            _LOG.warning(
+                "blocked",
+                extra=make_extra(override=block.name, policy=policy, **shown, requests=requests),
+            )
 
     def _remind(self, name: str) -> int:
         """Count a request under `name`; returns the number of requests once a minute, otherwise 0."""
@@ -318,7 +406,9 @@ class Reporter:
         """Log an error, rate-limited."""
         suppressed = self._failures.admit(perf_counter())
         if suppressed is not None:
-            extra = make_extra(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
+            extra = make_extra(
+                error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None
+            )
             _LOG.error(message, exc_info=error, extra=extra)
 
     def report_shadow_failure(self, error: Exception, **more: object) -> None:
@@ -345,17 +435,24 @@ class Reporter:
     def _report_missing(self, group: Guards) -> None:
         for policy, key in group.missing:
             self._metrics.missing_descriptor.labels(policy, key).inc()
-            requests = self._reminders.setdefault((policy, key), Reminder(_REMIND_SECONDS)).count(perf_counter())
+            requests = self._reminders.setdefault((policy, key), Reminder(_REMIND_SECONDS)).count(
+                perf_counter()
+            )
             if requests and (suppressed := self._missing.admit(perf_counter())) is not None:
-                extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
-                _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
+                extra = make_extra(
+                    policy=policy, key=key, requests=requests, suppressed=suppressed or None
+                )
+                _LOG.warning(
+                    f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra
+                )
 
     def _report_changing(self, group: Guards) -> None:
         for policy, key in group.changing:
             self._metrics.session_changing.labels(policy, key).inc()
             if self._remind(f"changing {policy} {key}"):
                 what = (
-                    "changes with every request of a caller, so it names no session; a default key is left out for that caller"
+                    "changes with every request of a caller, so it names no session; a default "
+                    "key is left out for that caller"
                 )
                 _LOG.warning(f"{key} {what}", extra=make_extra(policy=policy, key=key))
 
@@ -365,7 +462,9 @@ class Reporter:
                 self.report_shadow_failure(error, policy=policy)
             else:
                 self._metrics.fail_open.labels("internal_error").inc()
-                self.report_failure("a detector failed, the others' verdict stands", error, policy=policy)
+                self.report_failure(
+                    "a detector failed, the others' verdict stands", error, policy=policy
+                )
 
     def _warn_of_loop(self, outcome: Outcome, loop: Loop) -> None:
         self._warn(
@@ -395,10 +494,18 @@ class Reporter:
             standing = candidate.standing
             if standing is None or not standing.limit or standing.waits:
                 continue
-            if (candidate.plan.id, candidate.compiled.mode, candidate.tenant) != (outcome.policy, outcome.mode, outcome.tenant):
+            if (candidate.plan.id, candidate.compiled.mode, candidate.tenant) != (
+                outcome.policy,
+                outcome.mode,
+                outcome.tenant,
+            ):
                 continue
             agents = standing.tree is not None and subject.limit in AGENT_LIMITS
-            blocks = standing.tree.refused if agents and standing.tree is not None else standing.consecutive_blocks
+            blocks = (
+                standing.tree.refused
+                if agents and standing.tree is not None
+                else standing.consecutive_blocks
+            )
             if not blocks & (blocks - 1):
                 used, allowed = subject.shown
                 known = find_known(candidate)
@@ -429,14 +536,26 @@ class Reporter:
 
     def _report_budget(self, exchange: Exchange, outcome: Outcome, subject: BudgetSubject) -> None:
         """Count a budget's stage or refusal; refusals are logged once a minute per caller and rule."""
-        labels = outcome.policy, outcome.mode, subject.rule, outcome.reason.value, outcome.action.value
+        labels = (
+            outcome.policy,
+            outcome.mode,
+            subject.rule,
+            outcome.reason.value,
+            outcome.action.value,
+        )
         self._metrics.budgets.labels(*labels).inc()
-        found = [each for each in exchange.budgets if each.plan.id == outcome.policy and each.compiled.mode == outcome.mode]
+        found = [
+            each
+            for each in exchange.budgets
+            if each.plan.id == outcome.policy and each.compiled.mode == outcome.mode
+        ]
         found.sort(key=lambda each: not each.is_about(outcome.tenant))
         row = self.budgets.act(found[0], outcome, subject, time()) if found else None
         if outcome.action is not Action.REJECT:
             return
-        requests = self._remind(f"budget {outcome.policy} {outcome.mode} {subject.rule} {outcome.tenant}")
+        requests = self._remind(
+            f"budget {outcome.policy} {outcome.mode} {subject.rule} {outcome.tenant}"
+        )
         if not requests:
             return
         opened = outcome.reason is Reason.CIRCUIT_BREAKER_OPEN
@@ -477,4 +596,6 @@ def _suggest(row: BudgetRow, subject: BudgetSubject) -> str | None:
     """The command that unblocks the caller; None for a breaker whose caller cannot be targeted by hash."""
     if row.is_open:
         return write_breaker_release(row.tenant, row.policy) if row.orderable else None
-    return write_budget_grant(row.tenant, row.policy, row.rule, subject.limit, subject.left, subject.asked)
+    return write_budget_grant(
+        row.tenant, row.policy, row.rule, subject.limit, subject.left, subject.asked
+    )

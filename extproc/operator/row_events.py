@@ -1,4 +1,7 @@
-"""Events about changes in tables. Tables are polled once a second, so requests do not wait for events."""
+"""Events about changes in tables.
+
+Tables are polled once a second, so requests do not wait for events.
+"""
 # interpreted: works beside the requests
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from extproc.sessions.limits import write_grant
 from extproc.store.rules.tree import AGENT_LIMITS
 
 QUIET_SECONDS = 60
-"""A loop ends after this time without an action. Also the minimum interval between equal events of a budget."""
+"""A loop ends after this time without an action.
+
+Also the minimum interval between equal events of a budget.
+"""
 
 _DIGITS = 9
 
@@ -26,7 +32,11 @@ class RowEvents:
     `emit` takes the kind (`events.TYPES`), the policy and the data of an event.
     """
 
-    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        emit: Callable[[str, str, Mapping[str, object]], None],
+        shows_callers: Callable[[], bool],
+    ) -> None:
         self._emit = emit
         self._shows_callers = shows_callers
         self._told: dict[Any, Any] = {}  # by name
@@ -109,7 +119,9 @@ class SessionEvents(RowEvents):
         for run in runs:
             known_limit, known_killer = self._told.get(run.name, ("", ""))
             killer = name_killer(run.standing.killed, ordered=run.ordered)
-            limit = run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
+            limit = (
+                run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
+            )
             if killer and killer != known_killer:
                 self._emit("session_killed", run.name.policy, self._describe(run))
             elif limit and limit != known_limit and not killer:
@@ -120,7 +132,9 @@ class SessionEvents(RowEvents):
 
     def _describe(self, run: Run) -> dict[str, object]:
         standing, refusal, grant = run.standing, run.refusal, ""
-        if refusal is not None:  # `grant` stays empty unless the limit is a tool's own or about agents
+        if (
+            refusal is not None
+        ):  # `grant` stays empty unless the limit is a tool's own or about agents
             about = refusal.limit, refusal.tool, refusal.used, refusal.allowed
             grant = write_grant(run.name.session, run.name.tenant, *about)
         return {
@@ -136,7 +150,9 @@ class SessionEvents(RowEvents):
             "killed": name_killer(standing.killed, ordered=run.ordered) or None,
             "limit": refusal.limit if refusal is not None else None,
             "used": convert_amount(refusal.limit, refusal.used) if refusal is not None else None,
-            "allowed": convert_amount(refusal.limit, refusal.allowed) if refusal is not None else None,
+            "allowed": convert_amount(refusal.limit, refusal.allowed)
+            if refusal is not None
+            else None,
             "grant": grant or None,
             "total_step_count": standing.steps,
             "total_tool_calls": standing.tool_calls,

@@ -1,8 +1,8 @@
 """Rows and documents that replicas publish, how they are merged, and how they are cut to fit on a board.
 
-A field's annotation has the function that merges it, given both rows and the field's name. A field without one is the same on
-all replicas. During an upgrade, two versions share a store, so new fields go last and have a default. Unknown fields are
-skipped.
+A field's annotation has the function that merges it, given both rows and the field's name. A field
+without one is the same on all replicas. During an upgrade, two versions share a store, so new
+fields go last and have a default. Unknown fields are skipped.
 """
 # interpreted: msgspec makes its classes
 
@@ -34,14 +34,18 @@ def join(how: Callable[[Any, Any], Any]) -> Adding:
 
 def newest(by: str) -> Adding:
     """Merge a field by taking it from the row with the greater value of field `by`."""
-    return lambda one, other, field: getattr(other if getattr(other, by) > getattr(one, by) else one, field)
+    return lambda one, other, field: getattr(
+        other if getattr(other, by) > getattr(one, by) else one, field
+    )
 
 
 SUM, MAX, MIN = join(add), join(max), join(min)
 FIRST = join(lambda one, other: one or other)
 """The first value that is not empty."""
 
-COUNTS = join(lambda one, other: {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}})
+COUNTS = join(
+    lambda one, other: {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+)
 
 
 class Row(msgspec.Struct):
@@ -52,14 +56,18 @@ class Row(msgspec.Struct):
 
     def absorb(self, other: Self) -> None:
         """Merge another replica's row with the same name into this one."""
-        for field, value in [(field, how(self, other, field)) for field, how in _find_adding(type(self))]:
+        for field, value in [
+            (field, how(self, other, field)) for field, how in _find_adding(type(self))
+        ]:
             setattr(self, field, value)
 
 
 @cache
 def _find_adding(kind: type[Row]) -> list[tuple[str, Adding]]:
     hints = get_type_hints(kind, include_extras=True)
-    annotated = [(field, getattr(hints[field], "__metadata__", ())) for field in kind.__struct_fields__]
+    annotated = [
+        (field, getattr(hints[field], "__metadata__", ())) for field in kind.__struct_fields__
+    ]
     return [(field, how) for field, said in annotated for how in said if callable(how)]
 
 
@@ -83,7 +91,10 @@ class Document(Row):
     def pack(self: Any) -> bytes:  # subclasses define the fields, because their order matters
         """Pack as many rows as fit on a board; the last ones are left out."""
         rows = self.rows
-        return fit(len(rows), lambda kept: msgspec.structs.replace(self, rows=rows[:kept], left_out=len(rows) - kept))
+        return fit(
+            len(rows),
+            lambda kept: msgspec.structs.replace(self, rows=rows[:kept], left_out=len(rows) - kept),
+        )
 
     def finish(self: Any, now: float) -> None:
         """Merge the rows of several replicas and drop expired ones; `now` is in seconds since 1970."""

@@ -1,7 +1,7 @@
 """Sessions as replicas publish them; see `rows`.
 
-The replicas share a session's ledger, so the newest counts are used. Calls are merged: one replica may have seen the request
-and another its response.
+The replicas share a session's ledger, so the newest counts are used. Calls are merged: one replica
+may have seen the request and another its response.
 """
 # interpreted: msgspec makes its classes
 
@@ -13,12 +13,27 @@ from typing import Annotated, Any
 
 import msgspec
 
-from extproc.operator.rows import FIRST, KEPT_SECONDS, MAX, MIN, SUM, Document, Row, fit, join, merge, newest
+from extproc.operator.rows import (
+    FIRST,
+    KEPT_SECONDS,
+    MAX,
+    MIN,
+    SUM,
+    Document,
+    Row,
+    fit,
+    join,
+    merge,
+    newest,
+)
 
 MAX_CALLS = 64
 MAX_EVENTS = 32
 MAX_AGENTS_SHOWN = 64
-"""Maximum calls, events (refusals and grants) and agents shown per session, newest first. The counts include all."""
+"""Maximum calls, events (refusals and grants) and agents shown per session, newest first.
+
+The counts include all.
+"""
 
 MAX_DETAILED = 200
 """Number of sessions, newest first, that are published with calls; more would not fit on a board."""
@@ -27,7 +42,10 @@ ACTIVE_SECONDS = 60
 """An agent is shown as active for this long after a request."""
 
 _SKEW = 1.0
-"""Tolerated clock skew in seconds. Calls older than their session belong to an earlier one with the same name."""
+"""Tolerated clock skew in seconds.
+
+Calls older than their session belong to an earlier one with the same name.
+"""
 
 
 def _find_settled(one: CallRow, other: CallRow, field: str) -> Any:  # noqa: ANN401  # a field
@@ -47,7 +65,8 @@ class CallRow(Row, array_like=True):
         model_ms: the upstream's time in milliseconds; 0 if unknown.
         errors: number of tool results that are errors.
         retry: whether it repeats a step.
-        action: action on it, such as `steer` for a note to the model; empty if it was forwarded unchanged.
+        action: action on it, such as `steer` for a note to the model; empty if it was forwarded
+            unchanged.
     """
 
     name: bytes
@@ -69,7 +88,8 @@ class AgentRow(Row, array_like=True):
 
     Attributes:
         name: hash of the agent's name.
-        parent: hash of its parent's name, according to its first request; empty if the session started it.
+        parent: hash of its parent's name, according to its first request; empty if the session
+            started it.
         depth: level below the session; 0 if unknown because the policy does not limit agents.
         began: when it was first seen, in seconds since 1970.
         last: time of its newest request.
@@ -138,7 +158,9 @@ class RunEvent(msgspec.Struct, array_like=True):
     granted: Amounts = []
 
 
-_LATER = join(lambda one, other: other if one is None or (other is not None and other.at > one.at) else one)
+_LATER = join(
+    lambda one, other: other if one is None or (other is not None and other.at > one.at) else one
+)
 _TOLD, _NEWEST = newest("told"), newest("last")
 
 
@@ -186,9 +208,19 @@ class SessionRow(Row, array_like=True):
 
 
 COUNTED = (
-    "killed", "steps", "tool_calls", "cost", "estimated", "reserved", "blocks", "consecutive_blocks", "consecutive_errors",
-    "tokens", "model_ms", "failures",
-)  # fmt: skip
+    "killed",
+    "steps",
+    "tool_calls",
+    "cost",
+    "estimated",
+    "reserved",
+    "blocks",
+    "consecutive_blocks",
+    "consecutive_errors",
+    "tokens",
+    "model_ms",
+    "failures",
+)
 """Fields that a row copies from a `Standing`."""
 
 
@@ -199,13 +231,18 @@ class SessionDocument(Document, array_like=True):
     left_out: Annotated[int, SUM] = 0
 
     def pack(self) -> bytes:
-        """Pack what fits on a board. The oldest sessions lose their details first, then their rows."""
+        """Pack what fits on a board.
+
+        The oldest sessions lose their details first, then their rows.
+        """
         rows = self.rows
         bare = [msgspec.structs.replace(row, calls=[], agents=[], events=[]) for row in rows]
 
         def make(kept: int) -> SessionDocument:
             detailed = max(0, kept - len(rows))
-            return SessionDocument([*rows[:detailed], *bare[detailed:kept]], max(0, len(rows) - kept))
+            return SessionDocument(
+                [*rows[:detailed], *bare[detailed:kept]], max(0, len(rows) - kept)
+            )
 
         return fit(len(rows) + min(len(rows), MAX_DETAILED), make)
 
@@ -222,14 +259,19 @@ def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]
         calls = merge(sorted(row.calls, key=lambda call: call.at))
         row.calls = [call for call in calls if call.at >= began][-MAX_CALLS:]
         row.agents = [agent for agent in merge_agents(row.agents) if agent.last >= began]
-        row.events = [event for event in merge_events(row.events) if event.at >= began][-MAX_EVENTS:]
+        row.events = [event for event in merge_events(row.events) if event.at >= began][
+            -MAX_EVENTS:
+        ]
         if row.refusal is not None and row.refusal.at < began:
             row.refusal = None
     return sorted(merged, key=lambda row: -row.last)
 
 
 def merge_events(events: Iterable[RunEvent]) -> list[RunEvent]:
-    """Events without duplicates, oldest first. Each replica notes a grant when it first applies it."""
+    """Events without duplicates, oldest first.
+
+    Each replica notes a grant when it first applies it.
+    """
     merged: dict[object, RunEvent] = {}
     for event in sorted(events, key=lambda event: event.at):
         merged.setdefault(event.grant or (event.at, event.limit, event.tool), event)
@@ -237,18 +279,29 @@ def merge_events(events: Iterable[RunEvent]) -> list[RunEvent]:
 
 
 def merge_agents(rows: Iterable[AgentRow]) -> list[AgentRow]:
-    """Merge rows into one per agent, oldest first. Beyond MAX_AGENTS_SHOWN, refused agents are dropped first."""
+    """Merge rows into one per agent, oldest first.
+
+    Beyond MAX_AGENTS_SHOWN, refused agents are dropped first.
+    """
     merged = merge(sorted(rows, key=lambda row: row.began))
-    kept = {row.name for row in sorted(merged, key=lambda row: (not row.refused, row.last))[-MAX_AGENTS_SHOWN:]}
+    kept = {
+        row.name
+        for row in sorted(merged, key=lambda row: (not row.refused, row.last))[-MAX_AGENTS_SHOWN:]
+    }
     return [row for row in merged if row.name in kept]
 
 
 def order_tree(rows: Sequence[AgentRow]) -> list[tuple[int, AgentRow]]:
-    """Agents with their levels, parents before children. Clients may claim circular parents, so each is placed once."""
+    """Agents with their levels, parents before children.
+
+    Clients may claim circular parents, so each is placed once.
+    """
     known = {row.name for row in rows}
     children: dict[str, list[AgentRow]] = {}
     for row in rows:
-        children.setdefault(row.parent if row.parent in known and row.parent != row.name else "", []).append(row)
+        children.setdefault(
+            row.parent if row.parent in known and row.parent != row.name else "", []
+        ).append(row)
     ordered: list[tuple[int, AgentRow]] = []
     placed: set[str] = set()
 

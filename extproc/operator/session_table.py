@@ -1,6 +1,7 @@
 """Recent sessions for operators: the usage, last refusal and newest calls of each.
 
-Usage comes from the session's ledger in the store, which all replicas share. This table only displays it.
+Usage comes from the session's ledger in the store, which all replicas share. This table only
+displays it.
 """
 
 from __future__ import annotations
@@ -121,11 +122,19 @@ class Run:
             self.told = now
 
     def note_agent(self, name: str, parent: str, standing: Standing, now: float) -> None:
-        """Note a request of an agent. A full table evicts the oldest refused agent, else the least recently seen one."""
+        """Note a request of an agent.
+
+        A full table evicts the oldest refused agent, else the least recently seen one.
+        """
         row = self.agents.pop(name, None)
         if row is None:
             if len(self.agents) >= MAX_AGENTS_SHOWN:
-                del self.agents[next((each.name for each in self.agents.values() if each.refused), next(iter(self.agents)))]
+                del self.agents[
+                    next(
+                        (each.name for each in self.agents.values() if each.refused),
+                        next(iter(self.agents)),
+                    )
+                ]
             row = AgentRow(name, parent, 0, now, now)
         self.agents[name] = row
         row.last, row.refused = now, LIMITS[standing.limit]
@@ -140,7 +149,11 @@ class Run:
             self.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool, agent)
         newest = self.events[-1] if self.events else None
         if newest is not None and (newest.limit, newest.tool) == (limit, tool):
-            newest.times, newest.used, newest.allowed = newest.times + 1, standing.used, standing.allowed
+            newest.times, newest.used, newest.allowed = (
+                newest.times + 1,
+                standing.used,
+                standing.allowed,
+            )
         else:
             self._add_event(RunEvent(now, limit, standing.used, standing.allowed, tool))
 
@@ -166,7 +179,9 @@ class Run:
 
     def add_call(self, name: bytes, model: str, tools: Sequence[str], now: float) -> CallRow:
         """Add a call, evicting the oldest if full."""
-        if model != self._model or tools != self._given or not self.calls:  # calls share these if unchanged, to save memory
+        if (
+            model != self._model or tools != self._given or not self.calls
+        ):  # calls share these if unchanged, to save memory
             self._model, self._given = cut_text(model, NAME_SHOWN), tools
             self._tools = [cut_text(tool, NAME_SHOWN) for tool in tools]
         call = CallRow(name, now, self._model, self._tools)
@@ -283,9 +298,15 @@ class SessionTable(Table[Run, SessionDocument]):
         found.status, found.tokens, found.settled, found.refused = status, usage, True, refused
 
     def make_document(self, *, shows_callers: bool) -> SessionDocument:
-        """A snapshot of the table, newest first. Callers' values are left out unless they may be shown."""
+        """A snapshot of the table, newest first.
+
+        Callers' values are left out unless they may be shown.
+        """
         runs = sorted(self.copy(), key=lambda run: -run.last)
-        rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
+        rows = [
+            _make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED)
+            for place, run in enumerate(runs)
+        ]
         return SessionDocument(rows)
 
     def _get_or_begin(self, name: tuple[str, str, str, str], standing: Standing, now: float) -> Run:
@@ -308,7 +329,9 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         ordered=run.ordered,
         tools=[(name, count) for _, name, count in standing.tools],
         refusal=run.refusal,
-        calls=[replace(call, name=call.name[:_CALL_NAME]) for call in run.calls.copy()] if detailed else [],
+        calls=[replace(call, name=call.name[:_CALL_NAME]) for call in run.calls.copy()]
+        if detailed
+        else [],
         **{name: getattr(standing, name) for name in COUNTED},
         **run.known._asdict(),
         unnamed=run.unnamed,
@@ -347,7 +370,10 @@ def list_granted(override: ActiveOverride) -> Amounts:
 
 
 def name_killer(killed: int, *, ordered: bool) -> str:
-    """What killed a session: `OPERATOR` if ordered, else an entry of `KILLED`; empty if it is not killed."""
+    """What killed a session.
+
+    `OPERATOR` if ordered, else an entry of `KILLED`; empty if it is not killed.
+    """
     return OPERATOR if ordered else KILLED[killed]
 
 

@@ -1,8 +1,9 @@
 """Counts distinct hashes in bounded memory: exactly below a size, an estimate beyond.
 
-This is the k-minimum-values sketch: it keeps the k smallest of evenly distributed hashes, and their density gives the estimate.
-(Z. Bar-Yossef et al., Counting distinct elements in a data stream, RANDOM 2002; the estimator (k-1)/U(k) is unbiased, with a
-standard error of 1/sqrt(k-2).) Merging the sketches of several replicas loses no accuracy.
+This is the k-minimum-values sketch: it keeps the k smallest of evenly distributed hashes, and their
+density gives the estimate. (Z. Bar-Yossef et al., Counting distinct elements in a data stream,
+RANDOM 2002; the estimator (k-1)/U(k) is unbiased, with a standard error of 1/sqrt(k-2).) Merging
+the sketches of several replicas loses no accuracy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Links sessions to the sessions that seem to have started them as agents, for reports.
 
-Some programs start agents without naming the parent. But the first user message of such a session was an argument of a tool
-call in its parent's history.
+Some programs start agents without naming the parent. But the first user message of such a session
+was an argument of a tool call in its parent's history.
 """
 
 from __future__ import annotations
@@ -66,7 +66,14 @@ def _read_newest_arguments(document: Document) -> list[bytes]:
     """Digests of the text arguments of the tool calls in the assistant's newest message."""
     for message in open_conversation(document).read_backwards():
         if message.speaker == ASSISTANT:
-            return _digest([text for part in message.read_parts() if part.kind == CALL for text in _list_texts(part.value)])
+            return _digest(
+                [
+                    text
+                    for part in message.read_parts()
+                    if part.kind == CALL
+                    for text in _list_texts(part.value)
+                ]
+            )
     return []
 
 
@@ -77,7 +84,11 @@ def _list_texts(value: Any) -> list[str]:  # noqa: ANN401  # JSON
             opened = json.decode(opened)
         except DecodeError:
             return []
-    return [text for text in opened.values() if isinstance(text, str)] if isinstance(opened, dict) else []
+    return (
+        [text for text in opened.values() if isinstance(text, str)]
+        if isinstance(opened, dict)
+        else []
+    )
 
 
 def _digest(texts: list[str]) -> list[bytes]:

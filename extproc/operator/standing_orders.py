@@ -50,7 +50,12 @@ class OrderIndex:
             *(("fingerprint", fingerprint) for fingerprint in about.fingerprints),
             *(("tool", tool) for tool in about.tools),
         ]
-        found = [order for key in dict.fromkeys(keys) for order in self._filed.get(key, ()) if concerns(order, about)]
+        found = [
+            order
+            for key in dict.fromkeys(keys)
+            for order in self._filed.get(key, ())
+            if concerns(order, about)
+        ]
         return sorted(found, key=lambda order: -order.since)
 
 
@@ -63,7 +68,10 @@ def concerns(order: ActiveOverride, about: ShownRow) -> bool:
     return (
         (order.policy == ALL_POLICIES or order.policy in about.policies)
         and (not target.caller or target.caller in about.callers)
-        and all(value in about.callers or about.descriptors.get(name) == value for name, value in target.descriptors)
+        and all(
+            value in about.callers or about.descriptors.get(name) == value
+            for name, value in target.descriptors
+        )
         and (not target.session or target.session in about.sessions)
         and (not target.fingerprint or target.fingerprint in about.fingerprints)
         and (not target.tool or target.tool in about.tools)

@@ -1,7 +1,7 @@
 """A bounded table of what this process has seen recently, such as loops and sessions, for operators.
 
-A tenant gets at most a tenth of the rows, so it cannot evict those of others. Only the event loop writes; other threads read
-with `copy`.
+A tenant gets at most a tenth of the rows, so it cannot evict those of others. Only the event loop
+writes; other threads read with `copy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ NAMES_SHOWN: Final = 8
 
 def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Truncate the names and values of a caller's descriptors for a row."""
-    return [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in values[:NAMES_SHOWN]]
+    return [
+        (cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN))
+        for name, value in values[:NAMES_SHOWN]
+    ]
 
 
 def write_time(seconds: float) -> str:
@@ -68,10 +71,16 @@ Document = TypeVar("Document")
 
 
 class Table(Generic[AnyRow, Document]):
-    """Rows by key, which begins with the tenant. When full, the least recently used row is dropped."""
+    """Rows by key, which begins with the tenant.
+
+    When full, the least recently used row is dropped.
+    """
 
     def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
-        """Create an empty table for `most` rows, at most `share` per tenant. Little memory lowers both."""
+        """Create an empty table for `most` rows, at most `share` per tenant.
+
+        Little memory lowers both.
+        """
         self._share = read_memory().scale(share)
         self._rows: LRU[tuple[str, ...], AnyRow] = LRU(read_memory().scale(most))
         self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}

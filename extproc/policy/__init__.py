@@ -1,2 +1,3 @@
 """Policies: the format of bundles, and how they are read and checked."""
-# interpreted, with all below: runs at start and at reload; compiled classes do not keep the annotations that pydantic reads
+# interpreted, with all below: runs at start and at reload; compiled classes do not keep the
+# annotations that pydantic reads

@@ -25,7 +25,14 @@ from pydantic import (
 )
 
 from extproc.apis import API_NAMES
-from extproc.budgets.rule_keys import CircuitBreaker, CostBased, FallbackLimit, Rule, TokenBucket, TokenBucketLlm
+from extproc.budgets.rule_keys import (
+    CircuitBreaker,
+    CostBased,
+    FallbackLimit,
+    Rule,
+    TokenBucket,
+    TokenBucketLlm,
+)
 from extproc.decision import NOTED
 from extproc.detectors import KINDS
 from extproc.detectors.keys import SimilarityKeys
@@ -99,15 +106,22 @@ def normalize_host(authority: str) -> str:
 
 
 def is_below(path: str, prefix: str) -> bool:
-    """Whether a `pathPrefix` matches a path: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it."""
-    return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/"))
+    """Whether a `pathPrefix` matches a path.
+
+    `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it.
+    """
+    return path.startswith(prefix) and (
+        prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/")
+    )
 
 
 def _check_path(value: str) -> str:
     if not value.startswith("/"):
         raise make_error("must start with '/'")
     if "?" in value or "#" in value:
-        raise make_error("must be a path alone, without '?' or '#'", ": the query is part of every fingerprint")
+        raise make_error(
+            "must be a path alone, without '?' or '#'", ": the query is part of every fingerprint"
+        )
     return normalize_path(quote(value, safe=_PATH_CHARACTERS))
 
 
@@ -119,7 +133,10 @@ def _check_method(value: str) -> str:
 
 def _check_host(value: str) -> str:
     if not _HOST.match(value) or not normalize_host(value):
-        raise make_error("must be a host name such as 'api.example.com'", " (wildcards are not supported: list each host)")
+        raise make_error(
+            "must be a host name such as 'api.example.com'",
+            " (wildcards are not supported: list each host)",
+        )
     return normalize_host(value)
 
 
@@ -136,7 +153,9 @@ def _check_header(value: str) -> str:
     if not METHOD.match(value):
         raise make_error("must be the name of a header, such as 'x-health-check'")
     if value.lower() == "host":
-        raise make_error("must be another header", ", which every request has; use hosts in the selector")
+        raise make_error(
+            "must be another header", ", which every request has; use hosts in the selector"
+        )
     return value.lower()
 
 
@@ -178,11 +197,15 @@ _NAMES = ", ".join(API_NAMES)
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
 _HOST_PATTERN: dict[str, Any] = {"pattern": r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"}
 
-Path = Annotated[str, AfterValidator(_check_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})]
+Path = Annotated[
+    str, AfterValidator(_check_path), Field(json_schema_extra={"pattern": "^/[^?#]*$"})
+]
 Method = Annotated[str, AfterValidator(_check_method), Field(json_schema_extra=_TOKEN)]
 Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST_PATTERN)]
 Api = Annotated[
-    str, _require(API_NAMES.__contains__, f"must be one of {_NAMES}"), Field(json_schema_extra={"enum": [*API_NAMES]})
+    str,
+    _require(API_NAMES.__contains__, f"must be one of {_NAMES}"),
+    Field(json_schema_extra={"enum": [*API_NAMES]}),
 ]
 Apis = Annotated[
     Annotated[
@@ -274,24 +297,29 @@ class LoopDetection(SimilarityKeys):
     """What counts as a loop, and what happens to its requests.
 
     Attributes:
-        name: the detector's name in logs and metrics. Default: `default`, or in a list its similarity.
+        name: the detector's name in logs and metrics. Default: `default`, or in a list its
+            similarity.
         enabled: `true` turns detection on; `validate` warns if the key is missing.
         window_seconds: length of the window; required, except with `turns` and `tool_calls`.
-        action: what happens to a request in a loop: `reject` refuses, `land` asks the model for a final answer without tool
-            calls, `throttle` delays, `steer` adds a note for the model, `warn` a header.
-        window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last `window_seconds` count;
-            `fixed`: the first request starts the window.
+        action: what happens to a request in a loop: `reject` refuses, `land` asks the model for a
+            final answer without tool calls, `throttle` delays, `steer` adds a note for the model,
+            `warn` a header.
+        window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last
+            `window_seconds` count; `fixed`: the first request starts the window.
         count_refused: with `false`, refused requests don't count.
-        count_failed: with `false`, requests that get a 5xx or no answer, or that another filter refuses before they reach the
-            upstream, don't count, if Envoy's access log reports them.
-        reject_status: status of a refusal, 400 to 599; `auto`: 400 if waiting does not help, else 429.
+        count_failed: with `false`, requests that get a 5xx or no answer, or that another filter
+            refuses before they reach the upstream, don't count, if Envoy's access log reports them.
+        reject_status: status of a refusal, 400 to 599; `auto`: 400 if waiting does not help, else
+            429.
         refuse_as: `error`, or `completion`: an answer with the reason as the model's text.
         max_delay_ms: longest delay of `throttle`, in milliseconds.
         body: `ignore` compares requests without their bodies.
-        max_inspect_bytes: longest body to inspect, at most 16 MiB; `turns` reads the end of longer ones, and `exact` without a
-            `body:` key counts them.
-        steer_note: text of the note, with `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}`, `{policy}` and `{cause}`.
-        steer_share: percentage of the conversations that `steer` gives notes to, 0 to 100; the others get none.
+        max_inspect_bytes: longest body to inspect, at most 16 MiB; `turns` reads the end of longer
+            ones, and `exact` without a `body:` key counts them.
+        steer_note: text of the note, with `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}`,
+            `{policy}` and `{cause}`.
+        steer_share: percentage of the conversations that `steer` gives notes to, 0 to 100; the
+            others get none.
     """
 
     name: Id | None = None
@@ -324,7 +352,8 @@ class LoopDetection(SimilarityKeys):
 DEFAULT_DETECTOR = "default"
 
 Detections = Annotated[
-    Annotated[LoopDetection, Tag(OBJECT)] | Annotated[Annotated[list[LoopDetection], Field(min_length=1)], Tag(LIST)],
+    Annotated[LoopDetection, Tag(OBJECT)]
+    | Annotated[Annotated[list[LoopDetection], Field(min_length=1)], Tag(LIST)],
     Discriminator(lambda value: LIST if isinstance(value, list) else OBJECT),
 ]
 
@@ -336,17 +365,20 @@ class Spec(JsonObject):
         selector: which requests the policy applies to.
         mode: `shadow` counts and reports, and never acts.
         enforce_percent: percentage of the callers to act on, 1 to 100. Default: all.
-        ramp_by: limit keys that choose these callers. Default: the policy's limit keys outside the body.
+        ramp_by: limit keys that choose these callers. Default: the policy's limit keys outside the
+            body.
         ramp_seed: policies with the same seed choose the same callers. Default: the policy's id.
         keep_counts: with `true`, enforcing and shadow mode share counts.
-        canary_of: id of the enforcing policy to compare with. Default: the only one with the same selector.
-        limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address`, `credential`,
-            `body:<JSON Pointer>`, or the first of several.
-        labels: up to 8 limit keys outside the body whose values are only shown, beside the caller's hash.
+        canary_of: id of the enforcing policy to compare with. Default: the only one with the same
+            selector.
+        limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`,
+            `ip:address`, `credential`, `body:<JSON Pointer>`, or the first of several.
+        labels: up to 8 limit keys outside the body whose values are only shown, beside the caller's
+            hash.
         aliases: names for callers of all policies, by the hash of the caller or of its credential.
-        missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, if any; `skip`
-            never counts them; `share` counts all with none as one caller. If it is not set, a rule skips requests that lack one
-            of its own keys.
+        missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys
+            they have, if any; `skip` never counts them; `share` counts all with none as one caller.
+            If it is not set, a rule skips requests that lack one of its own keys.
         uncountable: `reject` refuses requests that a detector or a rule cannot count.
         bypass: requests that are never counted.
         session: which conversation a request belongs to.
@@ -382,11 +414,22 @@ class Spec(JsonObject):
     def all_limit_keys(self) -> list[str | FirstOf]:
         """The `limit_keys` of the policy, its rules and its fallback, without duplicates."""
         keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
-        return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
+        return list(
+            dict.fromkeys(
+                [
+                    *keys,
+                    *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ()),
+                ]
+            )
+        )
 
     def list_sources(self) -> list[str]:
         """The limit keys of the policy and its labels; each `first_of` is replaced by its alternatives."""
-        return list(dict.fromkeys(list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])))
+        return list(
+            dict.fromkeys(
+                list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])
+            )
+        )
 
     def list_ramp_keys(self) -> list[str | FirstOf]:
         """The limit keys that choose the callers of `enforce_percent`."""
@@ -410,13 +453,18 @@ class Spec(JsonObject):
 
     def keeps_counts(self) -> bool:
         """Whether it stores state that callers without descriptors would share."""
-        counting = any(not KINDS[loop.similarity].stateless or loop.cooldown_seconds for _, loop in self.detectors())
+        counting = any(
+            not KINDS[loop.similarity].stateless or loop.cooldown_seconds
+            for _, loop in self.detectors()
+        )
         return counting or self.session_limits is not None
 
     def find_session_inspect_bytes(self) -> int:
         """Maximum body length that `session_limits` inspect: their own, or the largest of the detectors and the default."""
         own = self.session_limits.max_inspect_bytes if self.session_limits is not None else None
-        return own or max([INSPECT_BYTES, *[loop.max_inspect_bytes for _, loop in self.detectors()]])
+        return own or max(
+            [INSPECT_BYTES, *[loop.max_inspect_bytes for _, loop in self.detectors()]]
+        )
 
     def detectors(self) -> list[tuple[str, LoopDetection]]:
         """The enabled entries of `loop_detection` by name.

@@ -40,7 +40,9 @@ def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
             files = [file for file in sorted(_list_files(path, errors)) if file.endswith(_SUFFIX)]
         found.update(errors)
         if not files and not errors:
-            found[path] = BundleError(path, "", "the directory has no *.json file; add at least one policy")
+            found[path] = BundleError(
+                path, "", "the directory has no *.json file; add at least one policy"
+            )
         for file in files:
             try:
                 found[file] = _read(file)
@@ -52,9 +54,18 @@ def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
 
 def find_unread(paths: Iterable[str]) -> list[BundleError]:
     """A warning for each file below the directories among `paths` that is not read, but may be meant as a policy file."""
-    files = [file for path in paths if os.path.isdir(path) for file in sorted(_list_files(path, {}))]  # noqa: PTH112  # as in `read_each`
+    files = [
+        file
+        for path in paths
+        if os.path.isdir(path)  # noqa: PTH112  # as in `read_each`
+        for file in sorted(_list_files(path, {}))
+    ]
     why = f"is not read: policies are JSON, in files whose names end in {_SUFFIX}"
-    return [BundleError(file, "", why) for file in files if not file.endswith(_SUFFIX) and _may_be_policies(PurePath(file))]
+    return [
+        BundleError(file, "", why)
+        for file in files
+        if not file.endswith(_SUFFIX) and _may_be_policies(PurePath(file))
+    ]
 
 
 def _may_be_policies(file: PurePath) -> bool:
@@ -88,7 +99,9 @@ def _list_files(directory: str, errors: dict[str, bytes | BundleError]) -> Itera
     for below in find_directories(directory, note):
         try:
             with os.scandir(below) as entries:
-                yield from [entry.path for entry in entries if _is_visible(entry) and not entry.is_dir()]
+                yield from [
+                    entry.path for entry in entries if _is_visible(entry) and not entry.is_dir()
+                ]
         except OSError as error:
             note(below, error)
 
@@ -99,7 +112,9 @@ def _is_visible(entry: os.DirEntry[str]) -> bool:
 
 def _read(file: str) -> bytes:
     """The bytes of a regular file. A FIFO would wait for a writer, and a device may never end."""
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)) as opened:
+    with open(
+        file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    ) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError("is not a regular file")
         data = opened.read(MAX_FILE + 1)

@@ -104,7 +104,10 @@ class FileRules:
 def judge(file: str, found: Found, now: datetime, rules: FileRules) -> Verdict:
     """Check a file on its own."""
     parsed = parse_file(file, found.data or b"", found.sha256, now, namespaces=rules.namespaces)
-    errors = [*parsed.errors, *(() if rules.allow_unenforced else refuse_unenforced(parsed.unenforced))]
+    errors = [
+        *parsed.errors,
+        *(() if rules.allow_unenforced else refuse_unenforced(parsed.unenforced)),
+    ]
     return Verdict(found.sha256, now, errors, parsed)
 
 
@@ -141,7 +144,10 @@ class _Chooser:
         parsed, stood = self.chosen.pop(file, (None, False))
         known = self.known.get(file)  # from an earlier load, and may be needed again
         if parsed is not None and (known is None or parsed is not known.judged):
-            self.scrap += [*parsed.shed(), *(parsed.source.policies if parsed.source is not None else ())]
+            self.scrap += [
+                *parsed.shed(),
+                *(parsed.source.policies if parsed.source is not None else ()),
+            ]
         if not stood:
             self.restore(file)
 
@@ -155,7 +161,9 @@ class _Chooser:
             return
         judged = kept.judged
         if file not in self.compiled:
-            judged = parse_file(file, kept.open(), kept.sha256, kept.checked, namespaces=self.rules.namespaces)
+            judged = parse_file(
+                file, kept.open(), kept.sha256, kept.checked, namespaces=self.rules.namespaces
+            )
         self.chosen[file] = judged, True
 
     def stands(self, file: str) -> bool:
@@ -166,7 +174,12 @@ class _Chooser:
         """The chosen version, to return to later."""
         if self.stands(judged.file):
             return self.standing[judged.file]
-        return KeptFile(zlib.compress(found.data or b"", _LEVEL), found.sha256, self.checked[judged.file], judged)
+        return KeptFile(
+            zlib.compress(found.data or b"", _LEVEL),
+            found.sha256,
+            self.checked[judged.file],
+            judged,
+        )
 
 
 def choose(  # noqa: PLR0913  # everything that decides the result
@@ -192,7 +205,9 @@ def choose(  # noqa: PLR0913  # everything that decides the result
     """
     chooser = _Chooser(standing, known, compiled, now, rules)
     for file, found in files.items():
-        if file in standing and (found.data is None or (found.sha256 == standing[file].sha256 and not afresh)):
+        if file in standing and (
+            found.data is None or (found.sha256 == standing[file].sha256 and not afresh)
+        ):
             chooser.restore(file)
         elif found.data is not None:
             chooser.consider(file, found)
@@ -200,7 +215,14 @@ def choose(  # noqa: PLR0913  # everything that decides the result
 
     def find_owner(identity: str) -> str:
         if not owners:  # only needed for duplicates
-            owners.update({name: file for file in files if file in standing for name in standing[file].judged.list_names()})
+            owners.update(
+                {
+                    name: file
+                    for file in files
+                    if file in standing
+                    for name in standing[file].judged.list_names()
+                }
+            )
         return owners.get(identity, "")
 
     warnings: list[BundleError] = []

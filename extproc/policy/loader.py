@@ -25,7 +25,12 @@ from extproc.policy import rules
 from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy, read_moment
 from extproc.policy.files import read_all
 from extproc.policy.messages import describe, explain
-from extproc.policy.namespaces import Namespace, find_policy_errors, find_switch_errors, name_namespace
+from extproc.policy.namespaces import (
+    Namespace,
+    find_policy_errors,
+    find_switch_errors,
+    name_namespace,
+)
 from extproc.policy.outline import Outline, Texts
 from extproc.policy.pairings import Claim, find_pairing_errors, make_claim, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
@@ -101,29 +106,62 @@ class PolicySet:
 
     def list_acting(self) -> list[Policy]:
         """The enabled policies."""
-        return [policy for source in self.sources for policy in source.policies if policy.spec.is_enabled()]
+        return [
+            policy
+            for source in self.sources
+            for policy in source.policies
+            if policy.spec.is_enabled()
+        ]
 
     def list_session_limits(self) -> list[SessionLimits | UnnamedLimits]:
         """The session limits of enabled policies."""
         specs = [policy.spec for policy in self.list_acting()]
-        return [limits for spec in specs for limits in (spec.session_limits, spec.unnamed_limits) if limits is not None]
+        return [
+            limits
+            for spec in specs
+            for limits in (spec.session_limits, spec.unnamed_limits)
+            if limits is not None
+        ]
 
     def needs_answers(self) -> bool:
         """Whether an enabled policy depends on the upstream's responses."""
         loops = [loop for policy in self.list_acting() for _, loop in policy.spec.detectors()]
         limits = self.list_session_limits()
-        budgets = [rule.needs_answers() for policy in self.list_acting() for rule in policy.spec.list_budget_rules()]
-        return any([*[limit.needs_answers() for limit in limits], *[not loop.count_failed for loop in loops], *budgets])
+        budgets = [
+            rule.needs_answers()
+            for policy in self.list_acting()
+            for rule in policy.spec.list_budget_rules()
+        ]
+        return any(
+            [
+                *[limit.needs_answers() for limit in limits],
+                *[not loop.count_failed for loop in loops],
+                *budgets,
+            ]
+        )
 
     def needs_usage(self) -> bool:
         """Whether an enabled policy depends on the tokens that responses report."""
-        rules = [rule.needs_answers() for policy in self.list_acting() for rule in policy.spec.list_budget_rules()]
-        return any([*[limits.max_cost_per_session is not None for limits in self.list_session_limits()], *rules])
+        rules = [
+            rule.needs_answers()
+            for policy in self.list_acting()
+            for rule in policy.spec.list_budget_rules()
+        ]
+        return any(
+            [
+                *[limits.max_cost_per_session is not None for limits in self.list_session_limits()],
+                *rules,
+            ]
+        )
 
     def list_steering(self) -> list[str]:
         """The ids of enforcing policies that add notes to requests."""
         acting = [policy for policy in self.list_acting() if policy.spec.mode == "enforce"]
-        return [policy.id for policy in acting if any(loop.adds_notes for _, loop in policy.spec.detectors())]
+        return [
+            policy.id
+            for policy in acting
+            if any(loop.adds_notes for _, loop in policy.spec.detectors())
+        ]
 
     def require_enforced(self) -> None:
         """Raise BundleErrors if a part of a bundle is not enforced, so that no limit is lost silently."""
@@ -153,18 +191,23 @@ def load(paths: Iterable[str], now: datetime) -> PolicySet:
 
 
 def parse(
-    files: Mapping[str, bytes], now: datetime, *, on_route: bool = False, namespaces: Sequence[Namespace] = ()
+    files: Mapping[str, bytes],
+    now: datetime,
+    *,
+    on_route: bool = False,
+    namespaces: Sequence[Namespace] = (),
 ) -> PolicySet:
     """Check the contents of policy files; otherwise like `load`.
 
     A policy that comes with a route (`on_route`) applies to all of the route's requests, unless it
     names a path or a route.
     """
-    # Hashing releases the interpreter lock for a moment. If it ran between files, an event loop that
-    # waits for the lock would wake, find it taken and wait another 5 ms, again and again.
+    # Hashing releases the interpreter lock for a moment. If it ran between files, an event loop
+    # that waits for the lock would wake, find it taken and wait another 5 ms, again and again.
     hashes = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     parsed = [
-        parse_file(file, data, hashes[file], now, on_route=on_route, namespaces=namespaces) for file, data in files.items()
+        parse_file(file, data, hashes[file], now, on_route=on_route, namespaces=namespaces)
+        for file, data in files.items()
     ]
     errors = [error for file in parsed for error in file.errors]
     errors += find_duplicates(parsed)
@@ -209,13 +252,17 @@ def join(parsed: Sequence[ParsedFile]) -> PolicySet:
         tuple(part for file in parsed for part in file.unenforced),
         [part for file in parsed for part in file.shed()],
         tuple(
-            replace(first, message=f"{first.message} (and {policies - 1} more)") if policies > 1 else first
+            replace(first, message=f"{first.message} (and {policies - 1} more)")
+            if policies > 1
+            else first
             for first, policies in notes.values()
         ),
     )
 
 
-def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] | None = None) -> list[BundleError]:
+def find_duplicates(
+    parsed: Iterable[ParsedFile], owners: Callable[[str], str] | None = None
+) -> list[BundleError]:
     """An error for each duplicate id.
 
     The first policy keeps the id, unless `owners` returns the id's file; empty if it has none.
@@ -238,7 +285,10 @@ def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] |
         kept = next((place for place in found if place[0] == owner), found[0])
         for file_name, pointer in found:
             if (file_name, pointer) != kept:
-                message = f"duplicate id {identity!r}, also at {kept[0]} {kept[1]}; ids are unique across all files"
+                message = (
+                    f"duplicate id {identity!r}, also at {kept[0]} {kept[1]}; ids are "
+                    "unique across all files"
+                )
                 errors.append(BundleError(file_name, pointer, message))
     return errors
 
@@ -252,7 +302,9 @@ def find_unpaired(parsed: Iterable[ParsedFile]) -> list[BundleError]:
     every = [(file, number) for file in parsed for number in range(file.count())]
     return [
         BundleError(file.file, write_pointer((*file.locate(number), "spec", "canary_of")), message)
-        for (file, number), message in [(every[place], message) for place, message in find_pairing_errors(claims)]
+        for (file, number), message in [
+            (every[place], message) for place, message in find_pairing_errors(claims)
+        ]
     ]
 
 
@@ -270,7 +322,9 @@ def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
     if isinstance(document, dict) and not _is_bundle(document):
         return {document["id"]: ("", document)}
     start = "/policies" if isinstance(document, dict) else ""
-    return {policy["id"]: (f"{start}/{place}", policy) for place, policy in enumerate(list_raw(data))}
+    return {
+        policy["id"]: (f"{start}/{place}", policy) for place, policy in enumerate(list_raw(data))
+    }
 
 
 class ParsedFile:
@@ -285,7 +339,9 @@ class ParsedFile:
             Generated files repeat a few shapes thousands of times.
     """
 
-    def __init__(self, file: str, namespaces: Sequence[Namespace] = (), *, on_route: bool = False) -> None:
+    def __init__(
+        self, file: str, namespaces: Sequence[Namespace] = (), *, on_route: bool = False
+    ) -> None:
         self.file = file
         self.namespaces = namespaces
         self.namespace = name_namespace(file, namespaces)
@@ -295,7 +351,9 @@ class ParsedFile:
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
         self.unenforced: list[Unenforced] = []
-        self.notes: dict[str, tuple[BundleError, int]] = {}  # message to first place, number of policies
+        self.notes: dict[
+            str, tuple[BundleError, int]
+        ] = {}  # message to first place, number of policies
         self.ids: list[tuple[str, str]] = []
         self.entries: list[object] = []
         self.shapes: dict[bytes | None, list[tuple[Place, str]]] = {}
@@ -304,7 +362,10 @@ class ParsedFile:
         """Ids and their pointers, including those of invalid policies."""
         if self.errors or self.source is None:
             return self.ids
-        return [(policy.id, write_pointer((*self.locate(number), "id"))) for number, policy in enumerate(self.source.outlines)]
+        return [
+            (policy.id, write_pointer((*self.locate(number), "id")))
+            for number, policy in enumerate(self.source.outlines)
+        ]
 
     def list_names(self) -> list[str]:
         """Ids, including those of invalid policies."""
@@ -314,7 +375,9 @@ class ParsedFile:
 
     def count(self) -> int:
         """The number of policies, including invalid ones."""
-        return len(self.entries) if self.errors or self.source is None else len(self.source.outlines)
+        return (
+            len(self.entries) if self.errors or self.source is None else len(self.source.outlines)
+        )
 
     def list_claims(self) -> list[Claim | None]:
         """The `Claim` of each policy, including invalid ones."""
@@ -338,7 +401,10 @@ class ParsedFile:
 
     def refuse_all(self, place: Place, found: Iterable[tuple[Place, str]]) -> None:
         """Report errors below a place."""
-        self.errors += [BundleError(self.file, write_pointer((*place, *below)), message) for below, message in found]
+        self.errors += [
+            BundleError(self.file, write_pointer((*place, *below)), message)
+            for below, message in found
+        ]
 
     def warn(self, place: Place, message: str) -> None:
         """Report a warning."""
@@ -346,7 +412,10 @@ class ParsedFile:
 
     def warn_all(self, place: Place, found: Iterable[tuple[Place, str]]) -> None:
         """Report warnings below a place."""
-        self.warnings += [BundleError(self.file, write_pointer((*place, *below)), message) for below, message in found]
+        self.warnings += [
+            BundleError(self.file, write_pointer((*place, *below)), message)
+            for below, message in found
+        ]
 
     def disclaim(self, place: Place, message: str, part: str, policy: str = "") -> None:
         """Report a part that is not enforced."""
@@ -354,7 +423,10 @@ class ParsedFile:
 
     def note(self, place: Place, message: str) -> None:
         """Report the effect of a default, once for all policies."""
-        first, policies = self.notes.get(message) or (BundleError(self.file, write_pointer(place), message), 0)
+        first, policies = self.notes.get(message) or (
+            BundleError(self.file, write_pointer(place), message),
+            0,
+        )
         self.notes[message] = first, policies + 1
 
 
@@ -369,11 +441,15 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: ParsedFile) -> 
         if "id" in document or "spec" in document:
             policy = _parse_policy(document, (), report)
             return Source(report.file, sha256, [policy] if policy else [])
-        if str(document.get("$schema", "")).startswith(_SCHEMAS):  # the output of `loopguard schema`, saved beside the policies
+        if str(document.get("$schema", "")).startswith(
+            _SCHEMAS
+        ):  # the output of `loopguard schema`, saved beside the policies
             report.note((), "is a JSON Schema, so it has no policies")
             return Source(report.file, sha256, [])
     if document is not None:
-        shapes = 'a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
+        shapes = (
+            'a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
+        )
         report.refuse((), f"must be {shapes}, not {describe(document)}")
     return None
 
@@ -399,10 +475,14 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
     """
     if "policies" in document:
         return True
-    return not {"id", "spec"} & document.keys() and not Envelope.model_fields.keys().isdisjoint(document)
+    return not {"id", "spec"} & document.keys() and not Envelope.model_fields.keys().isdisjoint(
+        document
+    )
 
 
-def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, report: ParsedFile) -> Source:
+def _parse_bundle(
+    document: Mapping[str, Any], sha256: str, now: datetime, report: ParsedFile
+) -> Source:
     envelope = _validate(Envelope, document, (), report)
     _check_times(document, now, report)
     # The model reports other values than arrays
@@ -424,7 +504,9 @@ def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, repor
     )
 
 
-def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) -> list[tuple[int, KillSwitch]]:
+def _parse_kill_switches(
+    entries: list[Any], now: datetime, report: ParsedFile
+) -> list[tuple[int, KillSwitch]]:
     switches = []
     for number, entry in enumerate(entries):
         place: Place = ("kill_switches", number)
@@ -440,14 +522,21 @@ def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: P
     """Report warnings about a valid kill switch; returns whether it can have an effect."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
-        why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"
+        why = (
+            f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"
+        )
         report.disclaim(place, why, "kill_switches")
         return False
     if end is not None and end <= now:
-        report.warn((*place, "expires_at"), f"expired at {end.isoformat()}: this kill switch does nothing")
+        report.warn(
+            (*place, "expires_at"), f"expired at {end.isoformat()}: this kill switch does nothing"
+        )
         return False
     if route is not None and (route[1:].endswith("/") or "*" in route):
-        report.warn((*place, "route"), f"{route!r} is compared with the whole path of a request; it is not a prefix")
+        report.warn(
+            (*place, "route"),
+            f"{route!r} is compared with the whole path of a request; it is not a prefix",
+        )
     return True
 
 
@@ -462,10 +551,15 @@ def _parse_policies(entries: list[Any], place: Place, report: ParsedFile) -> lis
     report.place = place
     if not entries:
         report.warn(place, "has no policies: nothing is guarded")
-    return [policy for number, entry in enumerate(entries) if (policy := _parse_policy(entry, (*place, number), report))]
+    return [
+        policy
+        for number, entry in enumerate(entries)
+        if (policy := _parse_policy(entry, (*place, number), report))
+    ]
 
 
-def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None:  # noqa: ANN401  # raw JSON
+# Raw JSON
+def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None:  # noqa: ANN401
     report.entries.append(entry)
     if report.on_route:
         entry = rules.anchor_on_route(entry)
@@ -482,7 +576,9 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
         return None
     for below, message in _find_notes(policy, shape, place, report):
         report.note((*place, *below), message)
-    report.warn_all(place, [*rules.find_suspicious_matches(policy), *rules.find_public_callers(policy)])
+    report.warn_all(
+        place, [*rules.find_suspicious_matches(policy), *rules.find_public_callers(policy)]
+    )
     return policy
 
 
@@ -496,7 +592,9 @@ def _find_errors(spec: Any, shape: bytes | None, place: Place, report: ParsedFil
         _validate(model, config, (*place, *where), report)
 
 
-def _find_notes(policy: Policy, shape: bytes | None, place: Place, report: ParsedFile) -> list[tuple[Place, str]]:
+def _find_notes(
+    policy: Policy, shape: bytes | None, place: Place, report: ParsedFile
+) -> list[tuple[Place, str]]:
     """The notes on a valid policy; warnings are reported.
 
     Shapes without warnings are cached, because warnings name the policy.
@@ -526,9 +624,16 @@ def _encode_shape(spec: Any) -> bytes | None:  # noqa: ANN401  # raw JSON
 def _remark(policy: Policy, place: Place, report: ParsedFile) -> list[tuple[Place, str]]:
     """Report warnings about a valid policy, except its selector, and return its notes."""
     if not policy.spec.is_enabled():
-        report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
-    elif UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys())) and policy.spec.keeps_counts():
-        report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
+        report.warn(
+            (*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing"
+        )
+    elif (
+        UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys()))
+        and policy.spec.keeps_counts()
+    ):
+        report.warn(
+            (*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts"
+        )
     report.warn_all(place, rules.find_suspicious(policy))
     for below, message in rules.find_unenforced(policy):
         _, part, *_ = below
@@ -541,7 +646,9 @@ def _check_times(document: Mapping[str, Any], now: datetime, report: ParsedFile)
 
     This reads raw JSON, so that errors in other fields do not hide it.
     """
-    expiries: list[tuple[Place, str, object]] = [(("expires_at",), "the bundle expired", document.get("expires_at"))]
+    expiries: list[tuple[Place, str, object]] = [
+        (("expires_at",), "the bundle expired", document.get("expires_at"))
+    ]
     for name in ("global_shadow", "kill_switch_override"):
         override = document.get(name)
         if isinstance(override, dict) and override.get("enabled") is True:

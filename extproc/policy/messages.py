@@ -19,7 +19,13 @@ from extproc.request.limit_keys import KEY_TAG, OBJECT_TAG
 _LONGEST = 60
 _LIMITS: Place = ("spec", "session_limits")
 
-_NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), ("aliases",), ("match",))
+_NAMED: tuple[Place, ...] = (
+    ("tools",),
+    ("prices",),
+    ("max_calls_per_tool",),
+    ("aliases",),
+    ("match",),
+)
 """Mappings whose keys are checked."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
@@ -51,7 +57,12 @@ def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN4
     """The models that a field may contain, and whether each is in a list or mapping."""
     alternatives = _list_alternatives(kind)
     alone = [(False, one) for one in alternatives if _is_model(one)]
-    items = [item for one in alternatives if get_origin(one) in (list, dict) for item in _list_alternatives(get_args(one)[-1])]
+    items = [
+        item
+        for one in alternatives
+        if get_origin(one) in (list, dict)
+        for item in _list_alternatives(get_args(one)[-1])
+    ]
     return alone or [(True, item) for item in items if _is_model(item)]
 
 
@@ -100,7 +111,9 @@ def _leave_out_tags(place: Place) -> Place:
         place = (*place[:2], *place[3:])
     if KEY_TAG in place or OBJECT_TAG in place:
         number = next(at for at, step in enumerate(place) if step in (KEY_TAG, OBJECT_TAG))
-        place = (*place[:number], *place[number + 1 :]) if isinstance(place[number - 1], int) else place
+        place = (
+            (*place[:number], *place[number + 1 :]) if isinstance(place[number - 1], int) else place
+        )
     return place[:-1] if place[-1:] == ("[key]",) and place[-3:-2] in _NAMED else place
 
 
@@ -117,7 +130,9 @@ def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
         right = _phrase_object(model, name, place)
     else:
         right = _PHRASES[kind](name, context) if kind in _PHRASES else error["msg"]
-    found = "" if error["input"] == name else f", not {describe(error['input'])}"  # otherwise the key itself is wrong
+    found = (
+        "" if error["input"] == name else f", not {describe(error['input'])}"
+    )  # otherwise the key itself is wrong
     return f"{right}{found}{context.get('why', '')}"
 
 
@@ -127,7 +142,11 @@ def _phrase_choices(name: str, context: Mapping[str, Any]) -> str:
 
 
 def _phrase_integer(name: str, _: Mapping[str, Any]) -> str:
-    kind = "a positive integer" if name in {"window_seconds", "threshold_identical_requests"} else "an integer"
+    kind = (
+        "a positive integer"
+        if name in {"window_seconds", "threshold_identical_requests"}
+        else "an integer"
+    )
     return f"{name} must be {kind}"
 
 
@@ -152,9 +171,12 @@ _NOTHING_LEFT_OUT = {
 _NOTHING_FOUND: dict[str, _Phrase] = {
     "missing": _say("is required"),
     "string_too_short": _say("must not be empty"),
-    "string_too_long": lambda name, context: f"{name} must be at most {context['max_length']} characters",
+    "string_too_long": lambda name, context: (
+        f"{name} must be at most {context['max_length']} characters"
+    ),
     "too_short": lambda name, _: (
-        f"{name} must not be an empty array{_NOTHING_LEFT_OUT.get(name, '; leave it out to match any')}"
+        f"{name} must not be an empty "
+        f"array{_NOTHING_LEFT_OUT.get(name, '; leave it out to match any')}"
     ),
 }
 """Messages that do not mention the value, by pydantic's error type."""
@@ -190,10 +212,18 @@ def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
     """Suggest the key that was meant, or where it belongs."""
     own = _find_object(model, place[:-1])
     keys = list(own.model_fields) if own is not None else []
-    started = [key for key in keys if key.startswith(f"{name}_") or name.startswith(f"{key}_") or f"_{name}_" in key]
+    started = [
+        key
+        for key in keys
+        if key.startswith(f"{name}_") or name.startswith(f"{key}_") or f"_{name}_" in key
+    ]
     if len(started) == 1:
         return f"unknown key; did you mean {started[0]}?"
-    owner = "the rule itself" if model in CONFIGS.values() and name in Rule.model_fields else _find_owner(name, place)
+    owner = (
+        "the rule itself"
+        if model in CONFIGS.values() and name in Rule.model_fields
+        else _find_owner(name, place)
+    )
     if owner:
         return f"unknown key; {name} belongs in {owner}"
     close = difflib.get_close_matches(name, keys, n=1)

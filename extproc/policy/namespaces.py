@@ -47,7 +47,8 @@ class Namespace(NamedTuple):
 
 def _is_inside(path: str, folder: str) -> bool:
     path, folder = os.path.normpath(path), os.path.normpath(folder)
-    return path == folder or path.startswith(os.path.join(folder, ""))  # noqa: PTH118  # ends in one slash, `/` as well
+    # Ends in one slash, `/` as well
+    return path == folder or path.startswith(os.path.join(folder, ""))  # noqa: PTH118
 
 
 def parse_namespace(text: str) -> Namespace:
@@ -66,7 +67,9 @@ def parse_namespace(text: str) -> Namespace:
     except ValueError:
         raise ValueError(f"{_FORM}; a path begins with '/', and a host has no wildcard") from None
     hosts = tuple(normalize_host(host) for host in selector.hosts or ())
-    return Namespace(path, hosts, tuple(selector.list_prefixes()), tuple(kinds["route"]), tuple(kinds["id"]))
+    return Namespace(
+        path, hosts, tuple(selector.list_prefixes()), tuple(kinds["route"]), tuple(kinds["id"])
+    )
 
 
 def read_namespaces(texts: Sequence[str], paths: Sequence[str]) -> tuple[Namespace, ...]:
@@ -80,8 +83,13 @@ def read_namespaces(texts: Sequence[str], paths: Sequence[str]) -> tuple[Namespa
             namespace = parse_namespace(text)
         except ValueError as error:
             raise UsageError(f"--namespace-of {error}, not {text!r}") from None
-        if not any(_is_inside(path, namespace.path) or _is_inside(namespace.path, path) for path in paths):
-            raise UsageError(f"--namespace-of {namespace.path}: no policy path includes it; these are {', '.join(paths)}")
+        if not any(
+            _is_inside(path, namespace.path) or _is_inside(namespace.path, path) for path in paths
+        ):
+            raise UsageError(
+                f"--namespace-of {namespace.path}: no policy path includes it; these are "
+                f"{', '.join(paths)}"
+            )
         found.append(namespace)
     return tuple(found)
 
@@ -91,38 +99,67 @@ def name_namespace(file: str, namespaces: Sequence[Namespace]) -> str:
     return " ".join(namespace.path for namespace in namespaces if namespace.holds(file))
 
 
-def find_policy_errors(file: str, policy: Policy, namespaces: Sequence[Namespace]) -> Iterator[Error]:
+def find_policy_errors(
+    file: str, policy: Policy, namespaces: Sequence[Namespace]
+) -> Iterator[Error]:
     """Where a valid policy in this file exceeds its namespaces."""
     for namespace in namespaces:
         if namespace.holds(file):
             yield from _find_selector_errors(policy.spec.selector, namespace)
             if namespace.ids and not policy.id.startswith(namespace.ids):
-                yield ("id",), f"must begin with {_list(namespace.ids)}, as all ids in {namespace.path} do"
+                yield (
+                    ("id",),
+                    f"must begin with {_list(namespace.ids)}, as all ids in {namespace.path} do",
+                )
         elif namespace.ids and policy.id.startswith(namespace.ids):
-            yield ("id",), f"must not begin with {_list(namespace.ids)}: these ids belong to {namespace.path}"
+            yield (
+                ("id",),
+                f"must not begin with {_list(namespace.ids)}: these ids belong to {namespace.path}",
+            )
 
 
-def find_switch_errors(file: str, switch: KillSwitch, namespaces: Sequence[Namespace]) -> Iterator[Error]:
+def find_switch_errors(
+    file: str, switch: KillSwitch, namespaces: Sequence[Namespace]
+) -> Iterator[Error]:
     """Why a kill switch in this file could affect requests outside its namespaces."""
     for namespace in namespaces:
         if not namespace.holds(file):
             continue
         if namespace.hosts or namespace.routes or not namespace.paths:
-            yield (), f"a kill switch applies to all hosts and routes, so {namespace.path} cannot have one"
+            yield (
+                (),
+                (
+                    f"a kill switch applies to all hosts and routes, so {namespace.path} cannot "
+                    "have "
+                    "one"
+                ),
+            )
         elif switch.route is None or not _is_allowed(switch.route, namespace.paths):
-            yield ("route",), f"must be a path below {_list(namespace.paths)}, as all paths in {namespace.path}"
+            yield (
+                ("route",),
+                f"must be a path below {_list(namespace.paths)}, as all paths in {namespace.path}",
+            )
 
 
 def _find_selector_errors(selector: Selector, namespace: Namespace) -> Iterator[Error]:
     place: Place = ("spec", "selector")
-    for key, own, allowed in (("hosts", selector.hosts, namespace.hosts), ("routes", selector.routes, namespace.routes)):
+    for key, own, allowed in (
+        ("hosts", selector.hosts, namespace.hosts),
+        ("routes", selector.routes, namespace.routes),
+    ):
         if allowed and not (own and set(own) <= set(allowed)):
             yield (*place, key), f"must name only {_list(allowed)}, the {key} of {namespace.path}"
     if not namespace.paths:
         return
     named = [path for path in (selector.pathExact, *selector.list_prefixes()) if path is not None]
     if not named or not all(_is_allowed(path, namespace.paths) for path in named):
-        yield place, f"must name a path, and only paths below {_list(namespace.paths)}, those of {namespace.path}"
+        yield (
+            place,
+            (
+                f"must name a path, and only paths below {_list(namespace.paths)}, those of "
+                f"{namespace.path}"
+            ),
+        )
 
 
 def _is_allowed(path: str, prefixes: Sequence[str]) -> bool:

@@ -40,7 +40,10 @@ class SlimSelector:
     def identify(self) -> tuple[object, ...]:
         """Equal for selectors that match the same requests, in any order."""
         lists = (self.apis, self.prefixes, self.hosts, self.methods, self.routes)
-        return (self.exact, *[None if values is None else tuple(sorted(values)) for values in lists])
+        return (
+            self.exact,
+            *[None if values is None else tuple(sorted(values)) for values in lists],
+        )
 
 
 def _copy(values: list[str] | None, shared: dict[Texts, Texts]) -> Texts | None:
@@ -78,5 +81,7 @@ class Outline:
         self.enabled = spec.is_enabled()
         text = policy.model_dump_json(exclude_defaults=True)
         self.digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST).digest())
-        self.aliases = {copy_text(name): copy_text(alias) for name, alias in spec.aliases.items()} or _NO_ALIASES
+        self.aliases = {
+            copy_text(name): copy_text(alias) for name, alias in spec.aliases.items()
+        } or _NO_ALIASES
         self.selector = SlimSelector(spec.selector, shared)

@@ -35,7 +35,10 @@ class Overlap(NamedTuple):
     def __str__(self) -> str:
         """The warning."""
         both = f"{self.policy} ({self.file}) and {self.other} ({self.other_file})"
-        return f"policies of different files apply to the same requests, and each counts and acts: {both}"
+        return (
+            "policies of different files apply to the same requests, and each counts and "
+            f"acts: {both}"
+        )
 
 
 class _Anchored(NamedTuple):
@@ -66,7 +69,11 @@ def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
                     return [found[pair] for pair in sorted(found)]
                 first, second = sorted((item, other), key=lambda each: each.place)
                 pair = first.place, second.place
-                if first.place != second.place and pair not in found and meet(item.selector, other.selector):
+                if (
+                    first.place != second.place
+                    and pair not in found
+                    and meet(item.selector, other.selector)
+                ):
                     found[pair] = Overlap(first.file, first.policy, second.file, second.policy)
     return [found[pair] for pair in sorted(found)]
 
@@ -74,12 +81,23 @@ def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
 def find_uncompared(sources: Iterable[Source], compared: Collection[str]) -> list[str]:
     """Notes on the first shadow policies that are not compared, although an enforcing one overlaps."""
     every = [(source, policy) for source in sources for policy in source.outlines if policy.enabled]
-    watching = [(source, policy) for source, policy in every if policy.mode == SHADOW and policy.id not in compared]
+    watching = [
+        (source, policy)
+        for source, policy in every
+        if policy.mode == SHADOW and policy.id not in compared
+    ]
     found = []
     for source, policy in watching[:MAX_PAIRS]:
         for other, live in every:
-            if live.mode != SHADOW and other.namespace == source.namespace and meet(policy.selector, live.selector):
-                told = f"{policy.id} ({source.file}) is in shadow mode, and `loopguard canary` compares it with no policy"
+            if (
+                live.mode != SHADOW
+                and other.namespace == source.namespace
+                and meet(policy.selector, live.selector)
+            ):
+                told = (
+                    f"{policy.id} ({source.file}) is in shadow mode, and `loopguard canary` "
+                    "compares it with no policy"
+                )
                 found.append(f'{told}: "canary_of": "{live.id}" would compare them')
                 break
     return found
@@ -107,8 +125,15 @@ def _list_ancestors(path: str) -> Iterator[str]:
 
 def meet(one: SlimSelector, other: SlimSelector) -> bool:
     """Whether two selectors may match the same request."""
-    pairs = ((one.apis, other.apis), (one.hosts, other.hosts), (one.methods, other.methods), (one.routes, other.routes))
-    return all(a is None or b is None or not set(a).isdisjoint(b) for a, b in pairs) and _paths_meet(one, other)
+    pairs = (
+        (one.apis, other.apis),
+        (one.hosts, other.hosts),
+        (one.methods, other.methods),
+        (one.routes, other.routes),
+    )
+    return all(
+        a is None or b is None or not set(a).isdisjoint(b) for a, b in pairs
+    ) and _paths_meet(one, other)
 
 
 def _paths_meet(one: SlimSelector, other: SlimSelector) -> bool:
@@ -117,7 +142,9 @@ def _paths_meet(one: SlimSelector, other: SlimSelector) -> bool:
     if one.exact is not None and one.exact == other.exact:
         return True
     both = ((one, other), (other, one))
-    return any(is_below(path, prefix) for a, b in both for path in _list_paths(a) for prefix in b.prefixes)
+    return any(
+        is_below(path, prefix) for a, b in both for path in _list_paths(a) for prefix in b.prefixes
+    )
 
 
 def _list_paths(selector: SlimSelector) -> list[str]:

@@ -43,7 +43,9 @@ def find_pairings(policies: Sequence[tuple[str, Outline]]) -> list[Pairing]:
 
 
 def _find_pairings(policies: Sequence[Outline]) -> list[Pairing]:
-    candidates = [policy for policy in policies if policy.mode == SHADOW or policy.canary_of is not None]
+    candidates = [
+        policy for policy in policies if policy.mode == SHADOW or policy.canary_of is not None
+    ]
     if not candidates:
         return []
     enforcing = {policy.id: policy for policy in policies if policy.mode != SHADOW}
@@ -104,6 +106,16 @@ def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, s
             meant = f"; did you mean {close[0]!r}?" if close else ""
             yield place, f"canary_of must name a loaded policy, and there is no {named!r}{meant}"
         elif known[named].namespace != claim.namespace:
-            yield place, f"canary_of must name a policy of the same namespace, and {named!r} is outside of it"
+            yield (
+                place,
+                (
+                    f"canary_of must name a policy of the same namespace, and {named!r} is "
+                    "outside of "
+                    "it"
+                ),
+            )
         elif known[named].mode == SHADOW:
-            yield place, f"canary_of must name a policy with mode enforce, but {named!r} is in shadow mode"
+            yield (
+                place,
+                f"canary_of must name a policy with mode enforce, but {named!r} is in shadow mode",
+            )

@@ -27,10 +27,27 @@ from extproc.decision import COMPLETION, NOTED, Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import Escalation, LoopKeys
 from extproc.objects import MAX_THRESHOLD, Place, is_annotation
-from extproc.policy.bundle import ANY_API, EVERYBODY, METHODS, SHADOW, Bypass, LoopDetection, Policy, Selector, Spec
+from extproc.policy.bundle import (
+    ANY_API,
+    EVERYBODY,
+    METHODS,
+    SHADOW,
+    Bypass,
+    LoopDetection,
+    Policy,
+    Selector,
+    Spec,
+)
 from extproc.policy.strict_json import write_pointer
 from extproc.request.http import order_first_of
-from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
+from extproc.request.limit_keys import (
+    HEADER,
+    IP_ADDRESS,
+    UNSUPPORTED_KEYS,
+    FirstOf,
+    is_in_body,
+    list_sources,
+)
 from extproc.request.secrets import CREDENTIAL
 from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors, names_agents
 
@@ -97,13 +114,19 @@ def find_selector_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN
     if all(selector.get(key) is None for key in _ANCHORS):
         yield (
             ("selector",),
-            f"selector needs at least one of apis, pathExact, pathPrefix and routes, but has {_list_keys(selector)}",
+            (
+                "selector needs at least one of apis, pathExact, pathPrefix and routes, but has "
+                f"{_list_keys(selector)}"
+            ),
         )
     lists = [API_NAMES if selector.get("apis") == ANY_API else selector.get("apis")]
     lists += [selector.get(key) for key in ("pathPrefixes", "hosts", "methods", "routes")]
     combinations = prod([max(1, len(listed)) for listed in lists if isinstance(listed, list)])
     if combinations > MAX_COMBINATIONS:
-        many = f"apis, hosts, methods and routes make {combinations} combinations, and at most {MAX_COMBINATIONS} are allowed"
+        many = (
+            f"apis, hosts, methods and routes make {combinations} combinations, and at most "
+            f"{MAX_COMBINATIONS} are allowed"
+        )
         yield ("selector",), f"{many}; split the policy, or leave one of them out to match any"
 
 
@@ -115,7 +138,11 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
     if not isinstance(spec, dict):
         return
     yield from _find_ramp_errors(spec)
-    if spec.get("canary_of") is not None and spec.get("mode", "enforce") == "enforce" and not is_watching(spec):
+    if (
+        spec.get("canary_of") is not None
+        and spec.get("mode", "enforce") == "enforce"
+        and not is_watching(spec)
+    ):
         owners = "a policy with mode shadow, or with an enforce_percent below 100"
         yield ("canary_of",), f"canary_of belongs to {owners}; this one acts on all callers"
     loops = spec.get("loop_detection")
@@ -127,7 +154,9 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
         yield from _find_loop_errors(loops, ("loop_detection",))
     for below, message in find_limit_errors(spec.get("session_limits")):
         yield ("session_limits", *below), message
-    for below, message in find_unnamed_errors(spec.get("unnamed_limits"), spec.get("session_limits")):
+    for below, message in find_unnamed_errors(
+        spec.get("unnamed_limits"), spec.get("session_limits")
+    ):
         yield ("unnamed_limits", *below), message
     yield from _find_bypass_errors(spec.get("bypass"))
     yield from find_rule_errors(spec)
@@ -136,7 +165,10 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
 def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
     for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
-            needed = f"needs at least one of {', '.join(Bypass.model_fields)}, but has {_list_keys(entry)}"
+            needed = (
+                f"needs at least one of {', '.join(Bypass.model_fields)}, but has "
+                f"{_list_keys(entry)}"
+            )
             yield ("bypass", number), f"{needed}; it would bypass everything"
 
 
@@ -147,7 +179,11 @@ def _find_ramp_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
         return
     if spec.get("mode") == SHADOW:
         yield place, "enforce_percent needs mode enforce; this policy is in shadow mode"
-    elif percent < EVERYBODY and spec.get("ramp_by") is None and all(map(is_in_body, _list_limit_keys(spec))):
+    elif (
+        percent < EVERYBODY
+        and spec.get("ramp_by") is None
+        and all(map(is_in_body, _list_limit_keys(spec)))
+    ):
         needed = "no limit_keys identify them before the body is read; set ramp_by"
         yield place, f"enforce_percent chooses among callers, but {needed}"
 
@@ -163,7 +199,13 @@ def _list_limit_keys(spec: dict[str, Any]) -> list[str | dict[str, Any]]:
     rules = spec.get("rules")
     owners = [spec, *(rules if isinstance(rules, list) else ()), spec.get("fallback_limit")]
     lists = [owner.get("limit_keys") for owner in owners if isinstance(owner, dict)]
-    return [key for keys in lists if isinstance(keys, list) for key in keys if isinstance(key, str | dict)]
+    return [
+        key
+        for keys in lists
+        if isinstance(keys, list)
+        for key in keys
+        if isinstance(key, str | dict)
+    ]
 
 
 def _list_keys(value: dict[str, Any]) -> str:
@@ -181,10 +223,14 @@ def _find_name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
         name = loop.get("name") or loop.get("similarity", "exact")
         if isinstance(name, str) and first.setdefault(name, number) != number:
             taken = f"duplicate name {name!r}, also at loop_detection/{first[name]}"
-            yield ("loop_detection", number), f"{taken}; give each its own name (default: its similarity)"
+            yield (
+                ("loop_detection", number),
+                f"{taken}; give each its own name (default: its similarity)",
+            )
 
 
-def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+# Raw JSON
+def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401
     if not isinstance(loop, dict):
         return
     name = loop.get("similarity", "exact")
@@ -207,7 +253,9 @@ def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  
         yield from _find_escalation_errors(loop, place, kind)
 
 
-def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
+def _find_threshold_errors(
+    loop: dict[str, Any], place: Place, kind: type[Similarity]
+) -> Iterator[tuple[Place, str]]:
     threshold = loop.get(_THRESHOLD)
     if (
         loop.get("window_type") == "sliding_log"
@@ -223,7 +271,9 @@ def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Simila
     yield from kind.find_errors(loop, place)
 
 
-def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
+def _find_escalation_errors(
+    loop: dict[str, Any], place: Place, kind: type[Similarity]
+) -> Iterator[tuple[Place, str]]:
     """Find actions of `escalate` that are not stricter and later than the one before, or can never apply."""
     action, escalate = loop.get("action", Action.REJECT.value), loop.get("escalate")
     first = _find_threshold(loop, kind)
@@ -232,15 +282,28 @@ def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Simil
     before, latest = action, first
     for name in ACTIONS:
         threshold = escalate.get(name)
-        if name not in Escalation.model_fields or not isinstance(threshold, int) or threshold < _LOWEST:
+        if (
+            name not in Escalation.model_fields
+            or not isinstance(threshold, int)
+            or threshold < _LOWEST
+        ):
             continue
         where = (*place, "escalate", name)
         if name == action:
             yield where, f"{name} is already the action, from {first} on; remove one of them"
         elif ACTIONS.index(name) < ACTIONS.index(action):
-            yield where, f"{name} is milder than the action, {action}; escalate takes stricter ones, in the order {_ORDER}"
+            yield (
+                where,
+                (
+                    f"{name} is milder than the action, {action}; escalate takes stricter ones, in "
+                    f"the order {_ORDER}"
+                ),
+            )
         elif threshold <= latest:
-            yield where, f"{name} must have a higher threshold than {before}, which begins at {latest}"
+            yield (
+                where,
+                f"{name} must have a higher threshold than {before}, which begins at {latest}",
+            )
         else:
             yield from _find_raised_errors(loop, place, kind, name, threshold - first)
             before, latest = name, threshold
@@ -256,14 +319,23 @@ def _find_raised_errors(
     tools = loop.get("tools")
     raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more, "weak_threshold": None}
     if isinstance(tools, dict):
-        limited = [tool for tool, entry in tools.items() if isinstance(entry, dict) and isinstance(entry.get("threshold"), int)]
-        raised["tools"] = tools | {tool: tools[tool] | {"threshold": tools[tool]["threshold"] + more} for tool in limited}
+        limited = [
+            tool
+            for tool, entry in tools.items()
+            if isinstance(entry, dict) and isinstance(entry.get("threshold"), int)
+        ]
+        raised["tools"] = tools | {
+            tool: tools[tool] | {"threshold": tools[tool]["threshold"] + more} for tool in limited
+        }
     known = {where for where, _ in _find_threshold_errors(loop, place, kind)}
     for where, message in _find_threshold_errors(raised, place, kind):
         if where == (*place, _THRESHOLD):
             yield (*place, "escalate", name), message.replace(_THRESHOLD, name)
         elif where not in known:
-            yield (*place, "escalate", name), f"{message}; escalate raises {write_pointer(where[len(place) :])} by {more}"
+            yield (
+                (*place, "escalate", name),
+                f"{message}; escalate raises {write_pointer(where[len(place) :])} by {more}",
+            )
 
 
 def _find_threshold(loop: dict[str, Any], kind: type[Similarity]) -> int | None:
@@ -278,9 +350,15 @@ def _find_similarity_errors(
 ) -> Iterator[tuple[Place, str]]:
     for key, owners in _OWNERS.items():
         if key in loop and similarity not in owners:
-            yield (*place, key), f"{key} belongs to similarity {' or '.join(owners)}, not {similarity}"
+            yield (
+                (*place, key),
+                f"{key} belongs to similarity {' or '.join(owners)}, not {similarity}",
+            )
     if loop.get("body") == "ignore" and kind.looks:
-        yield (*place, "body"), f"body must not be ignore with similarity {similarity}, which compares the body"
+        yield (
+            (*place, "body"),
+            f"body must not be ignore with similarity {similarity}, which compares the body",
+        )
 
 
 def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -305,21 +383,45 @@ def find_suspicious_matches(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find paths and methods that no request has; yields as `find_suspicious`."""
     selector = policy.spec.selector
     matchers: list[tuple[Place, Selector | Bypass]] = [(("spec", "selector"), selector)]
-    matchers += [(("spec", "bypass", number), entry) for number, entry in enumerate(policy.spec.bypass)]
+    matchers += [
+        (("spec", "bypass", number), entry) for number, entry in enumerate(policy.spec.bypass)
+    ]
     for place, matcher in matchers:
-        several = [("pathPrefixes", path) for path in selector.pathPrefixes or () if matcher is selector]
-        for name, path in [("pathExact", matcher.pathExact), ("pathPrefix", matcher.pathPrefix), *several]:
+        several = [
+            ("pathPrefixes", path) for path in selector.pathPrefixes or () if matcher is selector
+        ]
+        for name, path in [
+            ("pathExact", matcher.pathExact),
+            ("pathPrefix", matcher.pathPrefix),
+            *several,
+        ]:
             if path is not None and "*" in path:
                 meant = path.partition("*")[0]
-                yield (*place, name), f'\'*\' is matched literally; to match everything below, use "pathPrefix": "{meant}"'
+                yield (
+                    (*place, name),
+                    (
+                        "'*' is matched literally; to match everything below, use \"pathPrefix\": "
+                        f'"{meant}"'
+                    ),
+                )
         for number, method in enumerate(matcher.methods or ()):
             if method not in METHODS:
                 yield (*place, "methods", number), _explain_method(method)
-    if selector.pathExact and selector.apis and read_path(selector.pathExact).api not in selector.list_apis():
-        yield ("spec", "selector", "pathExact"), "is no path of these apis, so no request matches both; leave one of them out"
+    if (
+        selector.pathExact
+        and selector.apis
+        and read_path(selector.pathExact).api not in selector.list_apis()
+    ):
+        yield (
+            ("spec", "selector", "pathExact"),
+            "is no path of these apis, so no request matches both; leave one of them out",
+        )
     for number, route in enumerate(selector.routes or ()):
         if route == "*":
-            yield ("spec", "selector", "routes", number), "'*' is matched literally; leave routes out to match any"
+            yield (
+                ("spec", "selector", "routes", number),
+                "'*' is matched literally; leave routes out to match any",
+            )
 
 
 def _explain_method(method: str) -> str:
@@ -329,7 +431,10 @@ def _explain_method(method: str) -> str:
     """
     if method in _ANY:
         return f"{method!r} is matched literally; leave methods out to match any"
-    told = f"{method} is no HTTP method known to Loopguard, so this matches only clients that send exactly that"
+    told = (
+        f"{method} is no HTTP method known to Loopguard, so this matches only clients that "
+        "send exactly that"
+    )
     close = get_close_matches(method, METHODS, n=1)
     return f"{told}; did you mean {close[0]}?" if close else told
 
@@ -340,12 +445,17 @@ def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:
     several = [(path, False) for path in selector.list_prefixes()]
     several += [(selector.pathExact, True)] if selector.pathExact is not None else []
     apis = selector.list_apis() or API_NAMES
-    shown = [find_public_id(path, apis, exact=exact) for path, exact in several or [("/", False)]]  # routes may have any path
+    shown = [
+        find_public_id(path, apis, exact=exact) for path, exact in several or [("/", False)]
+    ]  # routes may have any path
     public = next((name for name in shown if name), "")
     for place, keys, what in _list_callers(policy) if public else ():
         credential = _find_credential(keys)
         if credential:
-            why = f"in a signed request, {credential} is the {public}, which is no secret: a stranger who sends it {what}"
+            why = (
+                f"in a signed request, {credential} is the {public}, which is no secret: a "
+                f"stranger who sends it {what}"
+            )
             instead = f'{{"first_of": ["jwt:sub", "{credential}"], "name": "caller"}}'
             yield place, f"{why}; where Envoy verifies a token, use {instead}"
 
@@ -384,7 +494,10 @@ def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
         return  # a policy in shadow may be prepared for later
     for name in ("ramp_by", "ramp_seed"):
         if getattr(spec, name) is not None:
-            yield ("spec", name), f"{name} does nothing without enforce_percent: it acts on all callers"
+            yield (
+                ("spec", name),
+                f"{name} does nothing without enforce_percent: it acts on all callers",
+            )
 
 
 def _list_entries(policy: Policy) -> list[tuple[Place, LoopDetection]]:
@@ -400,10 +513,16 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
     for place, loop in _list_entries(policy):
         if not loop.enabled or not loop.adds_notes:
             continue
-        why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"
+        why = (
+            "requests without a conversation"
+            if loop.similarity == "mcp"
+            else "requests whose body is not read"
+        )
         if loop.similarity == "mcp" or loop.body == "ignore":
             named = [loop.action, *[name for name, _ in loop.escalate.list_steps()]]
-            noted = " and ".join([action.value for action in Action if action in NOTED and action.value in named])
+            noted = " and ".join(
+                [action.value for action in Action if action in NOTED and action.value in named]
+            )
             yield place, f"{noted} cannot add a note to {why}: they continue with a warning"
 
 
@@ -425,7 +544,14 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
             )
             for where, source in listed:
                 if source in UNSUPPORTED_KEYS:
-                    yield where, f"the descriptor {source} cannot be derived by Loopguard and is left out of fingerprints"
+                    yield (
+                        where,
+                        (
+                            f"the descriptor {source} cannot be derived by Loopguard and is left "
+                            "out "
+                            "of fingerprints"
+                        ),
+                    )
     yield from _find_idle_rules(policy)
 
 
@@ -437,24 +563,41 @@ def _find_idle_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
         for where, key in keys:
             lacking = [source for source in list_sources([key]) if source in UNSUPPORTED_KEYS]
             if lacking:
-                instead = "use ip:address or a header that your proxy sets, such as header:x-country"
-                why = f"the descriptor {lacking[0]} cannot be derived by Loopguard, so the rule {rule.name} never applies"
+                instead = (
+                    "use ip:address or a header that your proxy sets, such as header:x-country"
+                )
+                why = (
+                    f"the descriptor {lacking[0]} cannot be derived by Loopguard, so the rule "
+                    f"{rule.name} never applies"
+                )
                 yield where, f"{why}; {instead}"
 
 
 def list_rules(policy: Policy) -> list[tuple[Place, Rule]]:
     """The rules of a policy and its fallback, with their places."""
     spec = policy.spec
-    placed: list[tuple[Place, Rule]] = [(("spec", "rules", number), rule) for number, rule in enumerate(spec.rules)]
-    return [*placed, *([(("spec", FALLBACK), spec.fallback_limit)] if spec.fallback_limit is not None else [])]
+    placed: list[tuple[Place, Rule]] = [
+        (("spec", "rules", number), rule) for number, rule in enumerate(spec.rules)
+    ]
+    return [
+        *placed,
+        *([(("spec", FALLBACK), spec.fallback_limit)] if spec.fallback_limit is not None else []),
+    ]
 
 
 def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
     breaker = policy.spec.circuit_breaker
     if breaker is not None and "enabled" not in breaker.model_fields_set:
         yield ("spec", "circuit_breaker"), _OFF
-    if breaker is not None and breaker.enabled and not any(rule.limit_keys for _, rule in list_rules(policy)):
-        yield ("spec", "circuit_breaker"), "no rule has limit_keys: all callers share the circuit breaker"
+    if (
+        breaker is not None
+        and breaker.enabled
+        and not any(rule.limit_keys for _, rule in list_rules(policy))
+    ):
+        yield (
+            ("spec", "circuit_breaker"),
+            "no rule has limit_keys: all callers share the circuit breaker",
+        )
     for place, rule in list_rules(policy):
         if not rule.limit_keys:
             yield place, f"no limit_keys: all callers share the budget of the rule {rule.name}"
@@ -463,23 +606,40 @@ def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
             yield (*place, "algorithm_config", name), message
         if config.get("default_max_completion_tokens") is not None:
             where = (*place, "algorithm_config", "default_max_completion_tokens")
-            yield where, "default_max_completion_tokens is ignored; use default_max_completion, whose default is 1000"
+            yield (
+                where,
+                (
+                    "default_max_completion_tokens is ignored; use default_max_completion, whose "
+                    "default is 1000"
+                ),
+            )
         for name, message in _find_ignored(config):
             yield (*place, "algorithm_config", name), message
         for name in ("cost_key", "cost_source"):
             source = config.get(name)
             if isinstance(source, str) and ":" in source and source not in MEASURED:
-                chosen = f"{source} is the client's choice, so a client can choose what a request costs"
-                yield (*place, "algorithm_config", name), f"{chosen}; let a proxy set it, and remove it from clients' requests"
+                chosen = (
+                    f"{source} is the client's choice, so a client can choose what a request costs"
+                )
+                yield (
+                    (*place, "algorithm_config", name),
+                    f"{chosen}; let a proxy set it, and remove it from clients' requests",
+                )
 
 
 def _find_large_default(rule: Rule) -> Iterator[tuple[str, str]]:
     """Find budgets where a request without a maximum reserves more than half for its answer."""
     config = rule.algorithm_config
     if rule.algorithm == "token_bucket_llm":
-        reserved = min(config.get("default_max_completion", DEFAULT_ANSWER), config.get("max_completion_tokens") or MAX_AMOUNT)
+        reserved = min(
+            config.get("default_max_completion", DEFAULT_ANSWER),
+            config.get("max_completion_tokens") or MAX_AMOUNT,
+        )
         holds = config.get("burst_tokens") or config["tokens_per_minute"]
-        holds, name = min(holds, config.get("tokens_per_day") or MAX_AMOUNT), "default_max_completion"
+        holds, name = (
+            min(holds, config.get("tokens_per_day") or MAX_AMOUNT),
+            "default_max_completion",
+        )
         remedy = f"lower {name}"
     elif config.get("cost_key") in (TOKENS, OUTPUT):
         reserved, holds, name = DEFAULT_ANSWER, config["budget"], "budget"
@@ -487,7 +647,10 @@ def _find_large_default(rule: Rule) -> Iterator[tuple[str, str]]:
     else:
         return
     if 2 * reserved > holds:
-        told = f"a request without max_tokens reserves {min(reserved, holds):g} of {holds:g} tokens for its answer"
+        told = (
+            f"a request without max_tokens reserves {min(reserved, holds):g} of {holds:g} "
+            "tokens for its answer"
+        )
         yield name, f"{told}, and is refused while less is left; {remedy}"
 
 
@@ -501,7 +664,10 @@ def _find_ignored(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if day is not None and minute is not None and day < minute:
         yield (
             "tokens_per_day",
-            f"tokens_per_day is below tokens_per_minute, {minute:g}: a day allows less than a minute",
+            (
+                f"tokens_per_day is below tokens_per_minute, {minute:g}: a day allows less than a "
+                "minute"
+            ),
         )
 
 
@@ -512,19 +678,38 @@ def _name(key: str | FirstOf) -> str:
 def _find_unnamed_agents(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find agent limits in a policy whose keys name no agents."""
     limits, session = policy.spec.session_limits, policy.spec.session
-    if limits is None or not limits.limits_agents() or session is None or session.agent_keys is not None:
+    if (
+        limits is None
+        or not limits.limits_agents()
+        or session is None
+        or session.agent_keys is not None
+    ):
         return
     if not names_agents(session.list_budget_keys()):
-        known = "agents are known by headers of Claude Code, Codex and opencode, which name sessions by other keys than these"
-        yield ("spec", "session", "keys"), f"nothing names agents, so their limits have no effect: {known}; set agent_keys"
+        known = (
+            "agents are known by headers of Claude Code, Codex and opencode, which name "
+            "sessions by other keys than these"
+        )
+        yield (
+            ("spec", "session", "keys"),
+            f"nothing names agents, so their limits have no effect: {known}; set agent_keys",
+        )
 
 
 def _find_retried_refusals(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find final refusals with the default status."""
-    message = 'reject_status is not set: several agents retry a 429 for minutes; with "auto", final refusals are 400'
+    message = (
+        'reject_status is not set: several agents retry a 429 for minutes; with "auto", '
+        "final refusals are 400"
+    )
     for place, loop in _list_entries(policy):
         refuses = loop.action == Action.REJECT.value or loop.escalate.reject is not None
-        if loop.enabled and refuses and KINDS[loop.similarity].stateless and "reject_status" not in loop.model_fields_set:
+        if (
+            loop.enabled
+            and refuses
+            and KINDS[loop.similarity].stateless
+            and "reject_status" not in loop.model_fields_set
+        ):
             yield place, message
     limits = policy.spec.session_limits
     if limits is not None and "reject_status" not in limits.model_fields_set:
@@ -545,10 +730,15 @@ def _explain_unpaid(spec: Spec) -> Iterator[tuple[Place, str]]:
     if "missing_descriptor" in spec.model_fields_set or spec.uncountable == "reject":
         return
     for number, rule in enumerate(spec.rules):
-        lacking = [_name(key) for key in rule.limit_keys if _ALWAYS_THERE.isdisjoint(list_sources([key]))]
+        lacking = [
+            _name(key) for key in rule.limit_keys if _ALWAYS_THERE.isdisjoint(list_sources([key]))
+        ]
         if lacking:
             passing = f"requests without {' or '.join(lacking)} do not pay"
-            share = "with missing_descriptor share, they share a budget; with uncountable reject, they are refused"
+            share = (
+                "with missing_descriptor share, they share a budget; with uncountable reject, "
+                "they are refused"
+            )
             yield ("spec", "rules", number, "limit_keys"), f"{passing}: {share}"
 
 
@@ -561,26 +751,46 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     percent = spec.enforce_percent
     if percent is not None and percent < EVERYBODY:
         none = (1 - percent / EVERYBODY) ** _FEW_CALLERS
-        few = f"a hash chooses whole callers: of {_FEW_CALLERS} callers, it acts on none in {none:.0%} of all cases"
+        few = (
+            f"a hash chooses whole callers: of {_FEW_CALLERS} callers, it acts on none in "
+            f"{none:.0%} of all cases"
+        )
         yield ("spec", "enforce_percent"), f"{few}; `loopguard doctor` says on how many it acts"
     yield from _find_retried_refusals(policy)
     yield from _explain_order(policy)
     yield from _explain_unpaid(spec)
     for number, rule in enumerate(spec.rules):
         if rule.needs_answers() and not rule.algorithm_config.get("usage"):
-            paying = "some APIs' streams report no usage unless asked, and then pay for their size, many times what they use"
-            yield ("spec", "rules", number, "algorithm_config"), f"{paying}: usage request would ask for it"
-    keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
+            paying = (
+                "some APIs' streams report no usage unless asked, and then pay for their "
+                "size, many times what they use"
+            )
+            yield (
+                ("spec", "rules", number, "algorithm_config"),
+                f"{paying}: usage request would ask for it",
+            )
+    keys = [
+        key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))
+    ]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
-    judging = spec.session_limits is not None or spec.detectors()  # a rule is skipped by its own keys
+    judging = (
+        spec.session_limits is not None or spec.detectors()
+    )  # a rule is skipped by its own keys
     if "missing_descriptor" in spec.model_fields_set or not judging or len(always) == len(keys):
         return
     if always:
         named = " and ".join(sorted(always))
         yield (
             ("spec", "limit_keys"),
-            f"every request has {named}, so requests without the other limit keys are counted by that alone",
+            (
+                f"every request has {named}, so requests without the other limit keys are counted "
+                "by "
+                "that alone"
+            ),
         )
     else:
-        now = "missing_descriptor is not set: requests with none of the limit keys are not counted (default: require_one)"
+        now = (
+            "missing_descriptor is not set: requests with none of the limit keys are not "
+            "counted (default: require_one)"
+        )
         yield ("spec",), f"{now}; with share, they share one count"

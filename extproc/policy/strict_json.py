@@ -1,4 +1,7 @@
-"""JSON by RFC 8259, stricter than Python's parser: NaN is an error, and repeated keys are reported."""
+"""JSON by RFC 8259, stricter than Python's parser.
+
+NaN is an error, and repeated keys are reported.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def decode(data: bytes) -> Decoded:
     repeating: list[_Repeating] = []
     build = partial(_build_object, repeating)
     try:
-        document = json.loads(data.decode("utf-8-sig"), object_pairs_hook=build, parse_constant=_refuse_constant)
+        document = json.loads(
+            data.decode("utf-8-sig"), object_pairs_hook=build, parse_constant=_refuse_constant
+        )
     except (ValueError, RecursionError) as error:
         raise NotJsonError(_explain(error)) from None
     return Decoded(document, list(_find_repeated(document)) if repeating else [])
@@ -55,7 +60,9 @@ def _build_object(repeating: list[_Repeating], pairs: list[tuple[str, Any]]) -> 
     if len(made) == len(pairs):
         return made
     marked = _Repeating(made)
-    marked.repeated = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+    marked.repeated = tuple(
+        name for name, times in Counter(name for name, _ in pairs).items() if times > 1
+    )
     repeating.append(marked)
     return marked
 
@@ -88,5 +95,7 @@ def _find_repeated(document: Any) -> Iterator[Place]:  # noqa: ANN401  # raw JSO
         for name in value.repeated if isinstance(value, _Repeating) else ():
             yield (*place, name)
         listed = enumerate(value) if isinstance(value, list) else ()
-        items: Iterable[tuple[str | int, Any]] = value.items() if isinstance(value, dict) else listed
+        items: Iterable[tuple[str | int, Any]] = (
+            value.items() if isinstance(value, dict) else listed
+        )
         waiting += reversed([((*place, step), item) for step, item in items])

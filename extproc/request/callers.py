@@ -63,7 +63,9 @@ class NamedValue(NamedTuple):
 
     def hash(self) -> str:
         """The name of a caller without other values, 16 hex digits."""
-        return self.value if self.secret else hash_tenant(join_descriptors([(self.name, self.value)]))
+        return (
+            self.value if self.secret else hash_tenant(join_descriptors([(self.name, self.value)]))
+        )
 
 
 class CallerNames:
@@ -83,7 +85,12 @@ class CallerNames:
                 secret = is_secret(part.key)
                 if descriptor.parts:
                     name = name_key(part.key)
-                    form = NameForm(descriptor.name, f"{part.key}:", name if names[name] == 1 else part.key, secret)
+                    form = NameForm(
+                        descriptor.name,
+                        f"{part.key}:",
+                        name if names[name] == 1 else part.key,
+                        secret,
+                    )
                     self.forms.append(form)
                 elif secret:
                     self.forms.append(NameForm(descriptor.name, "", descriptor.name, secret))
@@ -118,7 +125,11 @@ class CallerNames:
 
     def list_secrets(self, values: Sequence[tuple[str, str]]) -> list[str]:
         """The hashes of secrets that identify a caller, without duplicates."""
-        return list(dict.fromkeys([each.value for each in self.split(values) if each.secret])) if self.forms else []
+        return (
+            list(dict.fromkeys([each.value for each in self.split(values) if each.secret]))
+            if self.forms
+            else []
+        )
 
 
 find_names: Final = lru_cache(_MOST_NAMES)(CallerNames)
@@ -146,7 +157,9 @@ class Shown:
             return [first]  # verified, or not a secret
         values: dict[str, str] = {}
         for key in self._keys:
-            for secret in request.list_credentials() if key == CREDENTIAL else [request.read_secret(key)]:
+            for secret in (
+                request.list_credentials() if key == CREDENTIAL else [request.read_secret(key)]
+            ):
                 if secret:
                     values.setdefault(secret, f"{key}:{secret}")
         found = list(values.values())
@@ -169,7 +182,9 @@ def compile_shown(descriptors: Sequence[Descriptor]) -> tuple[Shown, ...]:
     return tuple(found)
 
 
-def list_others(shown: tuple[Shown, ...], request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[Values]:
+def list_others(
+    shown: tuple[Shown, ...], request: HttpRequest, values: Sequence[tuple[str, str]]
+) -> list[Values]:
     """The other callers of a request, given the first one's values."""
     if not shown:
         return NO_OTHERS

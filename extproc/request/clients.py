@@ -29,7 +29,12 @@ CLIENTS: Final = (
     Client("Claude Code", "user-agent", b"claude-cli/", retries=False),
     Client("Vercel AI SDK (2 retries)", "user-agent", b"ai-sdk/", retries=True),
     Client("every AWS SDK (2 retries)", "amz-sdk-request", b"", retries=True),
-    Client("Google Gen AI SDKs, if told to retry (4 retries)", "x-goog-api-client", b"google-genai-sdk/", retries=True),
+    Client(
+        "Google Gen AI SDKs, if told to retry (4 retries)",
+        "x-goog-api-client",
+        b"google-genai-sdk/",
+        retries=True,
+    ),
     Client("SDKs made by Fern, such as Cohere's (2 retries)", "x-fern-sdk-name", b"", retries=True),
 )
 
@@ -91,7 +96,9 @@ class AgentHeaders(NamedTuple):
 
 
 AGENTS: Final = (
-    AgentHeaders("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+    AgentHeaders(
+        "x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"
+    ),
     AgentHeaders("session-id", "thread-id", "x-codex-parent-thread-id"),
     AgentHeaders(PARENT_SESSION, "x-session-id", PARENT_SESSION),  # opencode
 )
@@ -104,7 +111,9 @@ CACHE_KEY: Final = "body:/prompt_cache_key"
 """Limit key of the field in which Codex names its session. Other programs use one value for all
 sessions."""
 
-INJECTED_TAGS: Final = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
+INJECTED_TAGS: Final = frozenset(
+    {"system-reminder", "system_reminder", "environment_details", "environment_context"}
+)
 """Tags of text that Claude Code, Cline and Codex inject, even if a client sends only text and no
 results."""
 
@@ -112,7 +121,8 @@ CALL_ID_LINE: Final = "Call id: "
 """Start of a line with a counter that smolagents writes before an observation."""
 
 FAILED_CALL: Final = re.compile(
-    r"Error:\n(?:Error executing (?:tool|request to team member) '([\w.-]{1,256})' with arguments ([^\n]{0,4096}?): "
+    r"Error:\n(?:Error executing (?:tool|request to team member) '([\w.-]{1,256})' with arguments "
+    r"([^\n]{0,4096}?): "
     r"|Unknown tool ([\w.-]{1,256}), )"
 )
 """How smolagents' ToolCallingAgent reports a failed call, which is missing from its history."""

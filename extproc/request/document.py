@@ -306,7 +306,9 @@ def check_containers(data: bytes | memoryview | str) -> None:
     Raises:
         NotCounted: there are too many.
     """
-    if len(data) > WORTH_COUNTING and holds_many(data.encode() if isinstance(data, str) else bytes(data)):
+    if len(data) > WORTH_COUNTING and holds_many(
+        data.encode() if isinstance(data, str) else bytes(data)
+    ):
         raise NotCounted("inspect_limit")
 
 
@@ -340,7 +342,9 @@ def check_members(data: bytes) -> None:
     least = 2 * MAX_MEMBERS  # each has at least two quotes and a colon
     if len(data) > least and data.count(b":") > MAX_MEMBERS and data.count(b'"') > least:
         packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
-        if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:  # a key with an escaped quote is in a string
+        if (
+            packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS
+        ):  # a key with an escaped quote is in a string
             raise NotCounted("inspect_limit")
 
 
@@ -401,7 +405,10 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
         written = _encode(value)
         if not written.isascii():
             written.decode()  # msgspec copies raw values without checking them
-    except (RecursionError, UnicodeDecodeError):  # it was decoded on a shallower stack, or not at all
+    except (
+        RecursionError,
+        UnicodeDecodeError,
+    ):  # it was decoded on a shallower stack, or not at all
         raise NotJson from None
     return written
 
@@ -443,13 +450,23 @@ def remove_at(value: Json, pointer: Sequence[str]) -> Json:
         return value
     if isinstance(value, dict) and (step == "*" or step in value):
         if rest:
-            return value | {name: remove_at(value[name], rest) for name in (value if step == "*" else (step,))}
+            return value | {
+                name: remove_at(value[name], rest) for name in (value if step == "*" else (step,))
+            }
         return {} if step == "*" else {name: item for name, item in value.items() if name != step}
     if isinstance(value, list) and step == "*":
-        return [remove_at(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
+        return (
+            [remove_at(item, rest) if type(item) in _NESTING else item for item in value]
+            if rest
+            else [None] * len(value)
+        )
     if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
         place = int(step)
-        return [*value[:place], remove_at(value[place], rest) if rest else None, *value[place + 1 :]]
+        return [
+            *value[:place],
+            remove_at(value[place], rest) if rest else None,
+            *value[place + 1 :],
+        ]
     return value
 
 

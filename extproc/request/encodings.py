@@ -64,7 +64,9 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
     Raises:
         UnreadableError: it is unreadable.
     """
-    return _decode(_unpack_all(body, list_encodings(content_encoding), limit) if content_encoding else body)
+    return _decode(
+        _unpack_all(body, list_encodings(content_encoding), limit) if content_encoding else body
+    )
 
 
 def unpack(body: bytes | memoryview, content_encoding: bytes, limit: int) -> bytes | memoryview:
@@ -94,7 +96,9 @@ def _unpack_all(body: bytes | memoryview, encodings: list[bytes], limit: int) ->
     return body
 
 
-def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | memoryview, limit: int) -> bytes:
+def _unpack(
+    unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | memoryview, limit: int
+) -> bytes:
     try:
         unpacked = unpack(body, limit)
     except (zlib.error, brotli.error, zstd.ZstdError, EOFError):
@@ -156,7 +160,9 @@ def _unpack_zstd(body: bytes | memoryview, limit: int) -> bytes:
     for _ in range(_MAX_FRAMES):
         if not rest or len(unpacked) > limit:
             return unpacked
-        decompressor = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW})
+        decompressor = zstd.ZstdDecompressor(
+            options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW}
+        )
         unpacked += decompressor.decompress(rest, limit + 1 - len(unpacked))
         if len(unpacked) <= limit and not decompressor.eof:
             raise EOFError

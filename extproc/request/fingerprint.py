@@ -52,7 +52,9 @@ Without the cache, the benchmark's row "own work per request" gets 9 % worse for
 class Body:
     """Length and checksums of a request body, computed at once or chunk by chunk with `plus`; immutable."""
 
-    def __init__(self, length: int, crc32: int, adler32: int, rest: bytes | memoryview = b"") -> None:
+    def __init__(
+        self, length: int, crc32: int, adler32: int, rest: bytes | memoryview = b""
+    ) -> None:
         """`rest` is the end of the body, which the checksums do not include yet; they are computed when needed."""
         self.length = length
         self._crc32 = crc32
@@ -61,7 +63,9 @@ class Body:
 
     def plus(self, chunk: bytes | memoryview) -> Body:
         """The body with `chunk` appended."""
-        return Body(self.length + len(chunk), _crc32(chunk, self.crc32), _adler32(chunk, self.adler32))
+        return Body(
+            self.length + len(chunk), _crc32(chunk, self.crc32), _adler32(chunk, self.adler32)
+        )
 
     def _sum_up(self) -> None:
         rest, self._rest = self._rest, b""
@@ -201,7 +205,11 @@ def hash_tenant(descriptors: str) -> str:
 
     Requests of different callers never share a key.
     """
-    return _recall_tenant(descriptors) if len(descriptors) <= _LONGEST_KNOWN else _hash_tenant(descriptors)
+    return (
+        _recall_tenant(descriptors)
+        if len(descriptors) <= _LONGEST_KNOWN
+        else _hash_tenant(descriptors)
+    )
 
 
 def _hash_tenant(descriptors: str) -> str:

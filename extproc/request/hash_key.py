@@ -81,7 +81,14 @@ def read_hash_key(path: str) -> HashKey:
     except OSError as error:
         raise UsageError(f"--hash-key-file {path}: {error.strerror}") from None
     if not KEY_BYTES <= len(content) <= _MOST_BYTES:
-        size = f"{len(content)} bytes" if len(content) <= _MOST_BYTES else f"more than {_MOST_BYTES} bytes"
-        wanted = f"it must hold {KEY_BYTES} to {_MOST_BYTES} random bytes, such as those of: openssl rand -hex 32"
+        size = (
+            f"{len(content)} bytes"
+            if len(content) <= _MOST_BYTES
+            else f"more than {_MOST_BYTES} bytes"
+        )
+        wanted = (
+            f"it must hold {KEY_BYTES} to {_MOST_BYTES} random bytes, such as those of: "
+            "openssl rand -hex 32"
+        )
         raise UsageError(f"--hash-key-file {path}: it holds {size}; {wanted}")
     return HashKey(blake2b(content.rstrip(b"\r\n"), digest_size=KEY_BYTES).digest())

@@ -32,7 +32,9 @@ MAX_TOKEN = 32_768
 RESPONSES_WEBSOCKET: Final = "responses_websocket"
 """The reason for requests that open a WebSocket for model calls, which Loopguard would not see."""
 
-_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
+_ABSOLUTE = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*"
+)  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
 
 """What Envoy appends to the host of a mirrored request, before the port."""
@@ -68,7 +70,9 @@ class Facts:
 class StatedFacts(Facts):
     """Facts given as values."""
 
-    def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None
+    ) -> None:
         self._route = route
         self._address = address
         self._claims: Mapping[str, str] = claims if claims is not None else {}
@@ -165,7 +169,9 @@ class HttpRequest:
         if not secrets:
             return pairs
         hide = self.hash_key.hide
-        return [(name, hide(value) if value and name in secrets else value) for name, value in pairs]
+        return [
+            (name, hide(value) if value and name in secrets else value) for name, value in pairs
+        ]
 
     def read_shown_header(self, name: str) -> str:
         """A header's value, or its hash if it is a secret; empty if missing."""
@@ -182,7 +188,11 @@ class HttpRequest:
                 found = self._read_credential()
             else:
                 source, _, name = limit_key.partition(":")
-                secret = extract_secret(self.read_header(name), name) if source == "header" else self.read_parameter(name)
+                secret = (
+                    extract_secret(self.read_header(name), name)
+                    if source == "header"
+                    else self.read_parameter(name)
+                )
                 found = self.hash_key.hide(secret) if secret else ""
             self._hidden[limit_key] = found
         return found
@@ -304,7 +314,9 @@ def compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> tuple[Descriptor
     """The descriptors of a policy's limit keys."""
     unique = list(dict.fromkeys(limit_keys))
     names = Counter([name_key(key) for key in unique])
-    made = [_compile_first(key) if isinstance(key, FirstOf) else compile_plainly(key) for key in unique]
+    made = [
+        _compile_first(key) if isinstance(key, FirstOf) else compile_plainly(key) for key in unique
+    ]
     return tuple(
         [
             descriptor._replace(name=name if names[name] == 1 else descriptor.key)
@@ -336,7 +348,13 @@ def order_first_of(limit_keys: Sequence[str]) -> list[str]:
 
 
 def _compile_first(key: FirstOf) -> Descriptor:
-    parts = tuple([compile_plainly(part) for part in order_first_of(key.first_of) if part not in UNSUPPORTED_KEYS])
+    parts = tuple(
+        [
+            compile_plainly(part)
+            for part in order_first_of(key.first_of)
+            if part not in UNSUPPORTED_KEYS
+        ]
+    )
 
     def read(request: HttpRequest, _: str) -> str:
         for part in parts:
@@ -368,7 +386,8 @@ def decode_claims(authorization: str) -> dict[str, str]:
     """The claims of a bearer token, without verification; empty if it is not a JWT (RFC 7519 section 7.2)."""
     scheme, _, token = authorization.partition(" ")
     parts = token.strip().split(".")
-    if scheme.lower() != "bearer" or len(parts) != 3 or len(token) > MAX_TOKEN:  # noqa: PLR2004  # header.payload.signature
+    # Header.payload.signature
+    if scheme.lower() != "bearer" or len(parts) != 3 or len(token) > MAX_TOKEN:  # noqa: PLR2004
         return {}
     try:
         payload: Any = json.loads(urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
@@ -378,5 +397,7 @@ def decode_claims(authorization: str) -> dict[str, str]:
         return {}
     # JSON can contain an unpaired surrogate, which cannot be encoded. Its bytes are preserved, as
     # in any invalid UTF-8.
-    texts = {name: write_claim(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
+    texts = {
+        name: write_claim(value).encode("utf-8", "surrogatepass") for name, value in payload.items()
+    }
     return {name: text.decode("utf-8", "surrogateescape") for name, text in texts.items() if text}

@@ -15,7 +15,9 @@ from extproc.request.secrets import CREDENTIAL
 HEADER = "header"
 IP_ADDRESS = "ip:address"
 # Keys that Fairvisor can derive and Loopguard cannot; reported as not enforced.
-UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"})
+UNSUPPORTED_KEYS = frozenset(
+    {"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"}
+)
 
 BODY = "body"
 
@@ -29,9 +31,7 @@ FIRST_OF: Final = "first_of"
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}\Z")
 
-_KEY_IN_HEAD = (
-    "credential|(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
-)
+_KEY_IN_HEAD = "credential|(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
 _KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD}|body:(/([^~/]|~[01])*)+)$"}
 _HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
 _SESSION_KEY_PATTERN: dict[str, Any] = {
@@ -47,14 +47,24 @@ def check_limit_key(value: str) -> str:
     """
     source, _, name = value.partition(":")
     if source.lower() == HEADER:
-        value = f"{HEADER}:{name.lower()}"  # header names are case-insensitive (RFC 9110 section 5.1)
+        value = (
+            f"{HEADER}:{name.lower()}"  # header names are case-insensitive (RFC 9110 section 5.1)
+        )
     if source == BODY:
         if not is_pointer(name):
-            raise make_error("must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'")
+            raise make_error(
+                "must be 'body:' and a JSON Pointer, such as 'body:/model' or "
+                "'body:/metadata/session_id'"
+            )
         return value
-    if value not in (IP_ADDRESS, CREDENTIAL) and value not in UNSUPPORTED_KEYS and not _KEY.match(value):
+    if (
+        value not in (IP_ADDRESS, CREDENTIAL)
+        and value not in UNSUPPORTED_KEYS
+        and not _KEY.match(value)
+    ):
         raise make_error(
-            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address', "
+            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, "
+            "'_' and '-'), 'ip:address', "
             "'credential' or 'body:/<JSON Pointer>'"
         )
     return value
@@ -67,7 +77,8 @@ def _check_session_key(value: str) -> str:
 def _check_scope_key(value: str) -> str:
     if not _SCOPE_KEY.match(value):
         raise make_error(
-            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-') or 'ip:address'"
+            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, "
+            "'_' and '-') or 'ip:address'"
         )
     source, _, name = value.partition(":")
     return f"{source}:{name.lower()}" if source == HEADER else value
@@ -92,21 +103,33 @@ def _check_agent_key(value: str) -> str:
 
 def _check_name(value: str) -> str:
     if not _NAME.match(value) or value == CREDENTIAL:
-        raise make_error("must be a letter, then letters, digits, '_' and '-', up to 64, such as 'caller'")
+        raise make_error(
+            "must be a letter, then letters, digits, '_' and '-', up to 64, such as 'caller'"
+        )
     return value
 
 
 LimitKey = Annotated[str, AfterValidator(check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
-SessionKey = Annotated[str, AfterValidator(_check_session_key), Field(json_schema_extra=_SESSION_KEY_PATTERN)]
+SessionKey = Annotated[
+    str, AfterValidator(_check_session_key), Field(json_schema_extra=_SESSION_KEY_PATTERN)
+]
 ScopeKey = Annotated[
-    str, AfterValidator(_check_scope_key), Field(json_schema_extra={"pattern": "^(jwt|header|query|ip|ua):[A-Za-z0-9_-]+$"})
+    str,
+    AfterValidator(_check_scope_key),
+    Field(json_schema_extra={"pattern": "^(jwt|header|query|ip|ua):[A-Za-z0-9_-]+$"}),
 ]
 HeadKey = Annotated[
-    str, AfterValidator(check_limit_key), AfterValidator(_check_in_head), Field(json_schema_extra=_HEAD_KEY_PATTERN)
+    str,
+    AfterValidator(check_limit_key),
+    AfterValidator(_check_in_head),
+    Field(json_schema_extra=_HEAD_KEY_PATTERN),
 ]
 
 AgentKey = Annotated[
-    str, AfterValidator(check_limit_key), AfterValidator(_check_agent_key), Field(json_schema_extra=_HEAD_KEY_PATTERN)
+    str,
+    AfterValidator(check_limit_key),
+    AfterValidator(_check_agent_key),
+    Field(json_schema_extra=_HEAD_KEY_PATTERN),
 ]
 
 
@@ -120,7 +143,11 @@ class FirstOf(JsonObject):
     """
 
     first_of: Annotated[list[HeadKey], Field(min_length=1)]
-    name: Annotated[str, AfterValidator(_check_name), Field(json_schema_extra={"pattern": "^[A-Za-z][A-Za-z0-9_-]{0,63}$"})]
+    name: Annotated[
+        str,
+        AfterValidator(_check_name),
+        Field(json_schema_extra={"pattern": "^[A-Za-z][A-Za-z0-9_-]{0,63}$"}),
+    ]
 
     def __hash__(self) -> int:
         """Hash the fields that equality compares."""
@@ -130,11 +157,21 @@ class FirstOf(JsonObject):
 KEY_TAG, OBJECT_TAG = "(key)", "(first_of)"
 """Tags that pydantic adds to the places of errors below a list of limit keys, unlike any key; they are removed again."""
 
-_is_object = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict | FirstOf) else KEY_TAG)
-CallerKey = Annotated[Annotated[LimitKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]
-HeadCallerKey = Annotated[Annotated[HeadKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]
+_is_object = Discriminator(
+    lambda value: OBJECT_TAG if isinstance(value, dict | FirstOf) else KEY_TAG
+)
+CallerKey = Annotated[
+    Annotated[LimitKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object
+]
+HeadCallerKey = Annotated[
+    Annotated[HeadKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object
+]
 
 
 def list_sources(limit_keys: Iterable[str | FirstOf]) -> list[str]:
     """All limit keys, including the alternatives of each `first_of`."""
-    return [source for key in limit_keys for source in (key.first_of if isinstance(key, FirstOf) else [key])]
+    return [
+        source
+        for key in limit_keys
+        for source in (key.first_of if isinstance(key, FirstOf) else [key])
+    ]

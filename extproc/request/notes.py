@@ -28,7 +28,10 @@ OPENING: Final = "[~loopguard~ Note from the gateway, not from the tool:"
 ANSWER: Final = "[~loopguard~ Answer from the gateway, not from the model:"
 CLOSING: Final = "~loopguard:"
 END: Final = "~]"
-"""A note is OPENING (for an answer: ANSWER), the text, CLOSING, the mark in 16 hex digits, and END."""
+"""A note is OPENING (for an answer:
+
+ANSWER), the text, CLOSING, the mark in 16 hex digits, and END.
+"""
 
 _SEPARATOR: Final = "\n\n"
 WRITTEN_SEPARATOR: Final = rb"\n\n"
@@ -86,7 +89,10 @@ _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff
 # An item, or a member of an object, that exists only for the note, as `add_notes` writes it or a
 # client rewrites it. It has no separator before the note.
 _TYPE: Final = rb'"type"\s*+:\s*+"(?:input_)?text"\s*+'
-_BEFORE: Final = re.compile(rb'(,\s*+)?(\{\s*+(?:%b,\s*+)?"text"|"(?:content|gateway_note_*+)")\s*+:\s*+"\Z' % _TYPE, re.DOTALL)
+_BEFORE: Final = re.compile(
+    rb'(,\s*+)?(\{\s*+(?:%b,\s*+)?"text"|"(?:content|gateway_note_*+)")\s*+:\s*+"\Z' % _TYPE,
+    re.DOTALL,
+)
 _BEHIND_ITEM: Final = re.compile(rb'"\s*+(?:,\s*+%b)?\}' % _TYPE)
 _BEHIND_MEMBER: Final = re.compile(rb'"')
 _NEXT: Final = re.compile(rb"\s*+,\s*+")
@@ -145,7 +151,9 @@ def _hash_as(text: bytes, *, answer: bool) -> bytes:
 
 def hash_words(first_words: str) -> bytes:
     """A hash of the user's first words in a conversation, for its marks."""
-    return blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return blake2b(
+        _leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16
+    ).digest()
 
 
 def _leave_out_notes(text: str) -> str:
@@ -159,7 +167,8 @@ def _leave_out_notes(text: str) -> str:
 def read_around(text: str) -> str:
     """The text around what looks like a note or answer; the whole text if there is none, or several."""
     pieces = _SAID.split(text, 2)
-    return "".join(pieces).strip() if len(pieces) == 2 else text  # noqa: PLR2004  # before and behind
+    # Before and behind
+    return "".join(pieces).strip() if len(pieces) == 2 else text  # noqa: PLR2004
 
 
 def _start(key: HashKey, caller: str, said: bytes) -> blake2b:
@@ -185,7 +194,9 @@ def frame_note(text: str, marks: Marks) -> bytes:
     """Write a text as a note in a JSON string, in ASCII, as Python's `json` does."""
     plain, raw, usual = _write_plain(text)
     if usual:  # takes a third of the time
-        written = raw.replace(b"\n", rb"\n").replace(b"\xe2", rb"\u201").translate(_LAST_DIGITS, b"\x80")
+        written = (
+            raw.replace(b"\n", rb"\n").replace(b"\xe2", rb"\u201").translate(_LAST_DIGITS, b"\x80")
+        )
     else:
         written = encode_basestring_ascii(plain)[1:-1].encode()
     return b"".join([_OPENING, written, _CLOSING, marks.make(raw).encode(), _END])
@@ -203,7 +214,11 @@ def _write_plain(text: str) -> tuple[str, bytes, bool]:
     Returns the text, the same in UTF-8, and whether all its characters are usual.
     """
     # `translate` is ten times slower for non-ASCII text.
-    plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(RARE), "-") + "\n"
+    plain = (
+        "\n"
+        + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(RARE), "-")
+        + "\n"
+    )
     raw = plain.encode("utf-8", "surrogatepass")  # only once: slow for non-ASCII text
     left = raw.translate(None, _ORDINARY)
     usual = not left or left == _QUOTED or not left.replace(_OPEN, b"").replace(_CLOSE, b"")
@@ -313,7 +328,11 @@ def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
     """The start and end of a note, including its separator or the item added for it."""
     if data.endswith(WRITTEN_SEPARATOR, 0, start):
         return start - len(WRITTEN_SEPARATOR), end
-    before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None
+    before = (
+        _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start)
+        if data.endswith(b'"', 0, start)
+        else None
+    )
     if before is None:
         return start, end
     behind = (_BEHIND_ITEM if before[2].startswith(b"{") else _BEHIND_MEMBER).match(data, end)

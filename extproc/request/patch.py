@@ -19,7 +19,15 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, ValidationError, json
 
-from extproc.request.document import INSPECTION, UNITS, NotCounted, NotJson, check_containers, check_members, mend
+from extproc.request.document import (
+    INSPECTION,
+    UNITS,
+    NotCounted,
+    NotJson,
+    check_containers,
+    check_members,
+    mend,
+)
 
 MAX_BYTES: Final = 2 * 2**20
 """Maximum length of a body to edit, in bytes. Work that is not charged, such as counting brackets,
@@ -61,7 +69,9 @@ _NULL: Final = 0x6E
 _SMALL: Final = 8_192
 """Values of up to this many bytes are copied, because creating a view takes longer."""
 
-_KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
+_KEY: Final = re.compile(
+    rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL
+)
 _COLON: Final = b'": '
 """Between key and value in the output of Python's `json`; most other programs write no blank."""
 
@@ -131,7 +141,9 @@ class Value:
         splices = _list_removals(members, gone)
         if change.added:
             end = members[-1].end if members else self.start + 1
-            written = [b'"%b":%b' % (key.encode(), text) if key else text for key, text in change.added]
+            written = [
+                b'"%b":%b' % (key.encode(), text) if key else text for key, text in change.added
+            ]
             comma = b"," if len(members) > len(gone) else b""
             splices.append((end, end, comma + b",".join(written)))
         return splices
@@ -188,7 +200,9 @@ class Patch:
         root: the whole value.
     """
 
-    def __init__(self, data: bytes, messages: tuple[int, int] | None = None, around: Around | None = None) -> None:
+    def __init__(
+        self, data: bytes, messages: tuple[int, int] | None = None, around: Around | None = None
+    ) -> None:
         """Open a body, without changes.
 
         Args:
@@ -218,7 +232,9 @@ class Patch:
         self._roots = [self.root]
         self._changed: list[Value] = []
         if around is not None and around.members and around.size == len(whole.text):
-            self.take(_VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10))  # charged as if read
+            self.take(
+                _VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10)
+            )  # charged as if read
             self.root.children = [Value(whole, *member) for member in around.members]
         elif self.is_object(self.root):
             self._open_object(self.root)  # this checks that keys are UTF-8
@@ -228,7 +244,11 @@ class Patch:
     def describe_around(self) -> Around:
         """The layout around the messages, for other bodies with the same layout."""
         found = self.root.children or []
-        members = [(member.key, member.at, member.start, member.end) for member in found] if len(found) <= _MOST_KEPT else []
+        members = (
+            [(member.key, member.at, member.start, member.end) for member in found]
+            if len(found) <= _MOST_KEPT
+            else []
+        )
         return Around(len(self.root.part.text), members)
 
     def take(self, units: int) -> None:
@@ -310,7 +330,8 @@ class Patch:
                 start = place + (part.text[place] == _COMMA)
                 start += part.text[start] == _BLANK
                 if part.text[start] <= _BLANK or part.text[start] == _COMMA:  # unusual blanks
-                    start = _NEXT.match(part.text, place).end()  # type: ignore[union-attr]  # matches everywhere
+                    # Matches everywhere
+                    start = _NEXT.match(part.text, place).end()  # type: ignore[union-attr]
                 place = start + len(item)
                 value.children.append(Value(part, "", start, start, place))
         return value.children
@@ -332,7 +353,9 @@ class Patch:
         for name, item in fields.items():
             key = quote + name.encode() + colon  # the usual form, which takes a third of the time
             at, start = place + len(quote) - 1, place + len(key)
-            if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
+            if not (
+                text.startswith(key, place) and text.startswith(item, start) and "\\" not in name
+            ):
                 match = _KEY.match(text, place, end)
                 if match is None or not text.startswith(item, match.end()):
                     raise NotCounted(AMBIGUOUS)
@@ -340,7 +363,9 @@ class Patch:
             place = start + len(item)
             found.append(Value(part, name, at, start, place))
             quote = b', "' if colon is _COLON else b',"'
-        if place + 1 != end and _END.match(text, place, end) is None:  # more than blanks and a bracket is left
+        if (
+            place + 1 != end and _END.match(text, place, end) is None
+        ):  # more than blanks and a bracket is left
             raise NotCounted(AMBIGUOUS)
         value.children = found
         return found
@@ -358,7 +383,8 @@ class Patch:
             part.text = mended
         return self.decode(_view(part.text, value.start, value.end), decode)
 
-    def decode(self, raw: bytes | memoryview | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
+    # Msgspec's own
+    def decode(self, raw: bytes | memoryview | Raw, decode: Any) -> Any:  # noqa: ANN401
         """Decode a part of the body.
 
         Raises:
@@ -400,7 +426,10 @@ class Patch:
         """Set, add or (None) remove members of an object. Call this only once per object."""
         members = self._open_object(value)
         fields = {member.key: member for member in members}
-        self.remove(value, {place for place, member in enumerate(members) if changes.get(member.key, b"") is None})
+        self.remove(
+            value,
+            {place for place, member in enumerate(members) if changes.get(member.key, b"") is None},
+        )
         for key, text in changes.items():
             if text is not None and key in fields:
                 self.replace(fields[key], text)
@@ -445,7 +474,11 @@ class Patch:
             part = root.part
             if changed := [value for value in self._changed if value.part is part]:
                 own = sorted([splice for value in changed for splice in value.list_splices()])
-                self._verify(root, b"".join(_splice(part.text, own)), sorted([value.start for value in changed]))
+                self._verify(
+                    root,
+                    b"".join(_splice(part.text, own)),
+                    sorted([value.start for value in changed]),
+                )
                 splices += [(part.find(start), part.find(end), text) for start, end, text in own]
         splices.sort()
         done = 0
@@ -466,7 +499,10 @@ class Patch:
                     same = new == change.new
                 elif change is not None and change.tail:
                     self.decode(b'"%b"' % change.tail, _decode_text)
-                    same = new == b'%b%b"' % (root.part.text[value.start : value.end - 1], change.tail)
+                    same = new == b'%b%b"' % (
+                        root.part.text[value.start : value.end - 1],
+                        change.tail,
+                    )
                 else:
                     same = self._compare(value, new, starts, left)
                 if not same:
@@ -474,7 +510,9 @@ class Patch:
         except (NotJson, ValidationError):
             raise NotCounted(UNVERIFIED) from None
 
-    def _compare(self, value: Value, new: bytes, starts: list[int], left: list[tuple[Value, bytes]]) -> bool:
+    def _compare(
+        self, value: Value, new: bytes, starts: list[int], left: list[tuple[Value, bytes]]
+    ) -> bool:
         """Whether an object or list has the expected members.
 
         Members with changes inside are appended to `left`.
@@ -491,7 +529,9 @@ class Patch:
             items = list(fields.values())
         else:
             items = self.decode(new, _decode_items)
-        if len(items) != len(kept) + len(added) or [bytes(item) for item in items[len(kept) :]] != [text for _, text in added]:
+        if len(items) != len(kept) + len(added) or [bytes(item) for item in items[len(kept) :]] != [
+            text for _, text in added
+        ]:
             return False
         text = value.part.text
         for child, item in zip(kept, items, strict=False):

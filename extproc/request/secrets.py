@@ -63,7 +63,8 @@ def find_secrets(names: AbstractSet[str]) -> set[str]:
 def says_secret(name: str) -> bool:
     """Whether the name of a header or parameter says that its value is a secret.
 
-    >>> [says_secret(name) for name in ("x-team-key", "accessToken", "APIKEY", "x-author", "max_tokens", "monkey")]
+    >>> [says_secret(name) for name in ("x-team-key", "accessToken", "APIKEY", "x-author",
+        "max_tokens", "monkey")]
     [True, True, True, False, False, False]
     """
     if not (name.islower() or name.isupper()):
@@ -101,7 +102,8 @@ def extract_secret(value: str, header: str = "authorization") -> str:
 
     >>> extract_secret("Bearer sk-1")
     'sk-1'
-    >>> extract_secret("AWS4-HMAC-SHA256 Credential=AKIA1/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, ...")
+    >>> extract_secret("AWS4-HMAC-SHA256 Credential=AKIA1/20260101/us-east-1/s3/aws4_request,
+        SignedHeaders=host, ...")
     'AKIA1'
     """
     scheme, _, rest = value.strip().partition(" ")

@@ -142,12 +142,20 @@ def read_tool_calls(document: Document) -> CallHistory:
         NotCounted: there is no conversation, it is unreadable, or it is too large.
     """
     conversation = open_conversation(document)
-    calls = _NO_CALLS.add(_read_stored(conversation)) if conversation.before.after else _count(read_transcript(conversation))
+    calls = (
+        _NO_CALLS.add(_read_stored(conversation))
+        if conversation.before.after
+        else _count(read_transcript(conversation))
+    )
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
     copies = count_copies(conversation)
-    answer = min(find_longest_answer(conversation), _LONGEST_ANSWER) or (DEFAULT_ANSWER if copies > 1 else 0)
+    answer = min(find_longest_answer(conversation), _LONGEST_ANSWER) or (
+        DEFAULT_ANSWER if copies > 1 else 0
+    )
     failed = _count_failed(conversation) if calls.records else 0
-    return CallHistory(calls.records, calls.total, calls.newest, calls.tools, model, offer, answer * copies, failed)
+    return CallHistory(
+        calls.records, calls.total, calls.newest, calls.tools, model, offer, answer * copies, failed
+    )
 
 
 class _Calls:
@@ -160,7 +168,13 @@ class _Calls:
     """
 
     def __init__(  # noqa: PLR0913  # a record
-        self, turns: int, steps: int, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...]
+        self,
+        turns: int,
+        steps: int,
+        records: bytes,
+        total: int,
+        newest: int,
+        tools: tuple[tuple[bytes, str], ...],
     ) -> None:
         self.turns = turns
         self.steps = steps
@@ -189,11 +203,20 @@ class _Calls:
                 parts.append(_STEPS[steps])
                 steps = 0
         records = b"".join(parts)
-        return _Calls(self.turns + len(turns), steps, records, total, newest if records else 0, tuple(tools.items()))
+        return _Calls(
+            self.turns + len(turns),
+            steps,
+            records,
+            total,
+            newest if records else 0,
+            tuple(tools.items()),
+        )
 
     def has_any(self, turns: Sequence[Spoken]) -> bool:
         """Whether some call of these turns may be a repetition and need a number; true if in doubt."""
-        return any(call.first in self.records for turn in turns for call in turn.calls if call.named)
+        return any(
+            call.first in self.records for turn in turns for call in turn.calls if call.named
+        )
 
 
 _NO_CALLS: Final = _Calls(0, 0, b"", 0, 0, ())
@@ -226,7 +249,14 @@ def digest_continuation(document: Document, place: ChainPlace, offer: int) -> by
         conversation = open_conversation(document)
         for message in conversation.read_backwards():
             if message.speaker != ASSISTANT:
-                said.append(_encode([(part.kind, part.name, part.value, part.images) for part in message.read_parts()]))
+                said.append(
+                    _encode(
+                        [
+                            (part.kind, part.name, part.value, part.images)
+                            for part in message.read_parts()
+                        ]
+                    )
+                )
             elif said:  # an assistant message at the end is a prefill
                 break
     except NotCounted:
@@ -266,7 +296,11 @@ def _read_stored(conversation: Conversation) -> list[Spoken]:
     shape = conversation.shape
     parts = [part for _, value in conversation.list_spoken() for part in _read_parts(shape, value)]
     called = {part.id for part in parts if part.kind == CALL}
-    alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
+    alone = [
+        part
+        for part in parts
+        if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)
+    ]
     return [Spoken([b""], [CallFacts(part, spell(part)) for part in alone])]
 
 

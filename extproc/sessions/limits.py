@@ -32,7 +32,18 @@ NARROW: Final = "narrow"
 NO_CALLS: Final = CallHistory(b"", 0, 0, (), "", 0)
 NO_GRANTS: Final = (0, 0, 0)
 
-KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP, MAX_DEPTH, MAX_AGENTS, MAX_CONCURRENT, MAX_SPAWNS = LIMITS[1:]
+(
+    KILLED,
+    MAX_STEPS,
+    MAX_TOOL_CALLS,
+    MAX_COST,
+    PER_TOOL,
+    LOOP,
+    MAX_DEPTH,
+    MAX_AGENTS,
+    MAX_CONCURRENT,
+    MAX_SPAWNS,
+) = LIMITS[1:]
 
 UNNAMED: Final = "unnamed"
 """Stands for the session of all requests of a caller that name none."""
@@ -115,7 +126,14 @@ class SessionSubject:
     """
 
     def __init__(  # noqa: PLR0913  # a record
-        self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False, ask_for: str = ""
+        self,
+        limit: str,
+        used: int,
+        allowed: int,
+        tool: str = "",
+        *,
+        ordered: bool = False,
+        ask_for: str = "",
     ) -> None:
         """Money is in nano-dollars."""
         self.limit = limit
@@ -147,31 +165,54 @@ class SessionSubject:
             return round(self.used / NANO_DOLLARS, 6), round(self.allowed / NANO_DOLLARS, 6)
         return self.used, self.allowed
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002
         """See `Subject`."""
         if self.limit in AGENT_LIMITS:
-            more = f" The user can ask an operator to allow it with `{self.ask_for}`." if self.ask_for else ""
+            more = (
+                f" The user can ask an operator to allow it with `{self.ask_for}`."
+                if self.ask_for
+                else ""
+            )
             return (
-                f"Agent limit reached: {self._explain_agents()}. This agent was not started. Do not retry, and start no other "
-                f"agent in its place: do the task yourself, or finish with the results you have.{more}"
+                f"Agent limit reached: {self._explain_agents()}. This agent was not started. Do "
+                "not retry, and start no other "
+                "agent in its place: do the task yourself, or finish with the results you "
+                f"have.{more}"
             )
         order = f"approve it with `{self.ask_for}`" if self.ask_for else "extend the session"
         reached = "Loop detected" if self.limit == LOOP else "Session limit reached"
         return (
             f"{reached}: {self._explain()}. Further requests of this session are refused. "
-            f"Do not retry: report the result you have so far to the user, who can ask an operator to {order}."
+            "Do not retry: report the result you have so far to the user, who can ask an "
+            f"operator to {order}."
         )
 
-    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002
         """See `Subject`."""
         used, allowed = self.shown
         if self.limit == MAX_AGENTS:
             told = f"{used} of this session's {allowed} agents have been started"
-            return Advice(told, "", "Start no agent that you can do without: further ones will be refused.", "Agent limit near")
-        left = f"{max(allowed - used, 0):.6g} of this session's {allowed:.6g} {_WORDS[self.limit]} are left"
-        return Advice(left, "", "Finish now: give the result you have, and say what is missing.", "Session limit near")
+            return Advice(
+                told,
+                "",
+                "Start no agent that you can do without: further ones will be refused.",
+                "Agent limit near",
+            )
+        left = (
+            f"{max(allowed - used, 0):.6g} of this session's {allowed:.6g} "
+            f"{_WORDS[self.limit]} are left"
+        )
+        return Advice(
+            left,
+            "",
+            "Finish now: give the result you have, and say what is missing.",
+            "Session limit near",
+        )
 
-    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002
         """See `Subject`."""
         return None
 
@@ -182,7 +223,9 @@ class SessionSubject:
         if self.limit == MAX_CONCURRENT:
             return f"{used} of the {allowed} agents that this session may have at a time are active"
         if self.limit == MAX_SPAWNS:
-            return f"this session has started {used} agents within a minute, and {allowed} are allowed"
+            return (
+                f"this session has started {used} agents within a minute, and {allowed} are allowed"
+            )
         return f"this session has started {used} of its {allowed} agents"
 
     def _explain(self) -> str:
@@ -191,33 +234,46 @@ class SessionSubject:
         if self.ordered:
             return "an operator has stopped this session"
         if self.limit == KILLED:
-            return "this session was stopped because too many of its requests in a row were refused or failed"
+            return (
+                "this session was stopped because too many of its requests in a row were "
+                "refused or failed"
+            )
         if self.limit == PER_TOOL:
             needs = " without approval" if allowed == 0 else ""
             times = "once" if used == 1 else f"{used} times"
-            return f"the tool {tool} was called {times} in this session{needs}; the limit is {allowed}"
+            return (
+                f"the tool {tool} was called {times} in this session{needs}; the limit is {allowed}"
+            )
         if self.limit == LOOP:
-            return f"the tool {tool} was called {used} times with the same arguments in the newest steps"
+            return (
+                f"the tool {tool} was called {used} times with the same arguments in the "
+                "newest steps"
+            )
         return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
 
 
 class UnnamedSubject(SessionSubject):
     """The limit of a caller's requests without a session, for messages."""
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002
         """See `Subject`."""
         used, allowed = self.shown
         return (
-            f"Session limit reached: this caller's requests that name no session have used {used:.6g} of their {allowed:.6g} "
-            f"{_WORDS[self.limit]}. Further ones are refused. Do not retry: report the result you have so far to the user. "
-            "Requests that name a session, such as with the header x-session-id, have the limits of that session."
+            "Session limit reached: this caller's requests that name no session have used "
+            f"{used:.6g} of their {allowed:.6g} "
+            f"{_WORDS[self.limit]}. Further ones are refused. Do not retry: report the result you "
+            "have so far to the user. "
+            "Requests that name a session, such as with the header x-session-id, have the limits "
+            "of that session."
         )
 
 
 class WaitingSubject(SessionSubject):
     """A session whose open requests may use up its money, for messages."""
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+    # A Subject's signature
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002
         """See `Subject`."""
         _, allowed = self.shown
         return (
@@ -288,12 +344,19 @@ class SessionLimiter:
         self._trees = f"{namespace}tree:{policy}:"
         self.limits = compile_limits(limits, session)
         self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
-        self._fewest = min([limit - BATCH for _, limit in self.limits.tools], default=0)  # above, a tool may be scarce
+        self._fewest = min(
+            [limit - BATCH for _, limit in self.limits.tools], default=0
+        )  # above, a tool may be scarce
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions)
-        self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
+        self.needs_answers = limits.needs_answers() or (
+            unnamed is not None and unnamed.needs_answers()
+        )
         self.rates = make_rates(limits.prices, limits.unknown_model)
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
-        self._listed = [*self._list_limits(self.limits), *_list_agent_limits(self.agent_limits or NO_LIMITS)]
+        self._listed = [
+            *self._list_limits(self.limits),
+            *_list_agent_limits(self.agent_limits or NO_LIMITS),
+        ]
         self._listed_unnamed = [] if self.unnamed is None else self._list_limits(self.unnamed)
         self._begun = self._narrow_tools(Standing(), self.limits, NO_CALLS, every=False)
         self._steer = _compile_notice(limits.escalate.steer)
@@ -303,7 +366,9 @@ class SessionLimiter:
         self.steers = bool(self._steer)
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or self.limits.finishes or bool(self.limits.tools)
-        self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
+        self.refusal = RefusalForm(
+            limits.reject_status if isinstance(limits.reject_status, int) else None
+        )
         self._key = f"{namespace}session6:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self.chains = Chains(policy, session.idle_seconds, namespace=namespace)
@@ -320,13 +385,20 @@ class SessionLimiter:
         words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
         words += [f"{limits.cost / NANO_DOLLARS:g} dollars"] if limits.cost != _NONE else []
         words += [
-            f"{limit} {'call' if limit == 1 else 'calls'} of {self._tool_names[digest]}" for digest, limit in limits.tools
+            f"{limit} {'call' if limit == 1 else 'calls'} of {self._tool_names[digest]}"
+            for digest, limit in limits.tools
         ]
-        words += [f"{limits.threshold} equal calls in {limits.window} steps"] if limits.threshold != _NONE else []
+        words += (
+            [f"{limits.threshold} equal calls in {limits.window} steps"]
+            if limits.threshold != _NONE
+            else []
+        )
         words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
         agents = NO_LIMITS if session == UNNAMED else self.agent_limits or NO_LIMITS
         words += [f"{limit} {_AGENT_WORDS[name]}" for name, _, limit in _list_agent_limits(agents)]
-        return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
+        return ", ".join(
+            [*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words
+        )
 
     def find_limits(self, session: str) -> Limits:
         """The limits of a session, or of requests without one."""
@@ -339,7 +411,10 @@ class SessionLimiter:
     def extend_tools(self, granted: Mapping[str, int]) -> Limits:
         """The limits of a session with grants: additional calls by tool name."""
         limits = self.limits
-        tools = [(digest, limit + granted.get(self._tool_names[digest], 0)) for digest, limit in limits.tools]
+        tools = [
+            (digest, limit + granted.get(self._tool_names[digest], 0))
+            for digest, limit in limits.tools
+        ]
         return limits.with_tools(tuple(tools))
 
     def owns(self, key: str) -> bool:
@@ -391,7 +466,9 @@ class SessionLimiter:
             tree: its place in the tree of agents.
             search: finds the session; `session` is then the agent's parent.
         """
-        begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # not one of the caller's sessions
+        begun = (
+            f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope
+        )  # not one of the caller's sessions
         return Step(
             f"{self._key}{scope}:{session}:{tenant}",
             f"{self._tenants}{begun}:{tenant}",
@@ -413,7 +490,9 @@ class SessionLimiter:
     def extend_agents(self, granted: tuple[int, int, int, int]) -> AgentLimits:
         """The limits of a session's agents with grants, in the order of `AGENT_LIMITS`."""
         limits = self.agent_limits or NO_LIMITS
-        given = zip((limits.depth, limits.agents, limits.concurrent, limits.spawns), granted, strict=True)
+        given = zip(
+            (limits.depth, limits.agents, limits.concurrent, limits.spawns), granted, strict=True
+        )
         # Trees are exact up to MOST_AGENTS; -1 stays unlimited.
         depth, agents, concurrent, spawns = [
             limit if limit == _NONE else min(limit + more, MOST_AGENTS) for limit, more in given
@@ -433,14 +512,18 @@ class SessionLimiter:
         """The outcome of a request, given the store's answer."""
         if standing.waits:
             waiting = WaitingSubject(MAX_COST, standing.used, standing.allowed)
-            return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, waiting, RETRY_SECONDS)
+            return self._make_outcome(
+                Action.REJECT, fingerprint, tenant, standing.used, waiting, RETRY_SECONDS
+            )
         if standing.limit:
             limit, tool = LIMITS[standing.limit], self._find_tool_name(standing.tool, calls)
             if session == UNNAMED:
                 subject: SessionSubject = UnnamedSubject(limit, standing.used, standing.allowed)
             else:
                 ask_for = write_grant(session, tenant, limit, tool, standing.used, standing.allowed)
-                subject = SessionSubject(limit, standing.used, standing.allowed, tool, ask_for=ask_for)
+                subject = SessionSubject(
+                    limit, standing.used, standing.allowed, tool, ask_for=ask_for
+                )
             return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
         if self.gives_notice and session != UNNAMED:
             for action, notice in ((Action.STEER, self._steer), (Action.WARN, self._warn)):
@@ -454,7 +537,9 @@ class SessionLimiter:
         self, standing: Standing, limits: Limits, grants: tuple[int, int, int], calls: CallHistory
     ) -> Narrowing | None:
         """The tools to remove from a request that is let through; None if there are none."""
-        every = (limits.narrows or limits.finishes) and standing.tool_calls >= limits.tool_calls + grants[1]
+        every = (
+            limits.narrows or limits.finishes
+        ) and standing.tool_calls >= limits.tool_calls + grants[1]
         if every and limits.finishes:
             return Narrowing(every=True)
         if not limits.tools or (standing.tool_calls <= self._fewest and not every):
@@ -466,10 +551,15 @@ class SessionLimiter:
                 return self._narrow_tools(standing, limits, calls, every=False)
         return self._begun
 
-    def _narrow_tools(self, standing: Standing, limits: Limits, calls: CallHistory, *, every: bool) -> Narrowing | None:
+    def _narrow_tools(
+        self, standing: Standing, limits: Limits, calls: CallHistory, *, every: bool
+    ) -> Narrowing | None:
         """The part of `find_narrowing` for tools with their own limits."""
         counts = {digest: count for digest, _, count in standing.tools}
-        left = {self._tool_names[digest]: limit - counts.get(digest, 0) for digest, limit in limits.tools}
+        left = {
+            self._tool_names[digest]: limit - counts.get(digest, 0)
+            for digest, limit in limits.tools
+        }
         used_up = frozenset([tool for tool, remaining in left.items() if remaining <= 0])
         few = [digest for digest, _ in limits.tools if 0 < left[self._tool_names[digest]] < BATCH]
         batches = calls.find_batches() if few else {}
@@ -480,12 +570,18 @@ class SessionLimiter:
                 if left[self._tool_names[digest]] < min(max(batches.get(digest, 0), PAIR), BATCH)
             ]
         )
-        kept = frozenset([tool for tool, remaining in left.items() if remaining > 0]) if every else _NO_TOOLS
+        kept = (
+            frozenset([tool for tool, remaining in left.items() if remaining > 0])
+            if every
+            else _NO_TOOLS
+        )
         return Narrowing(every, used_up, kept, scarce) if every or used_up or scarce else None
 
     def kill(self, fingerprint: str, tenant: str) -> Outcome:
         """The outcome for a session that an operator has killed."""
-        return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0, ordered=True))
+        return self._make_outcome(
+            Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0, ordered=True)
+        )
 
     def refuse_unnarrowed(  # noqa: PLR0913  # all that the refusal tells
         self,
@@ -499,23 +595,35 @@ class SessionLimiter:
     ) -> Outcome:
         """The outcome for a request from which tools cannot be removed."""
         if narrowing.every:
-            subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, limits.tool_calls + grants[1])
+            subject = SessionSubject(
+                MAX_TOOL_CALLS, standing.tool_calls, limits.tool_calls + grants[1]
+            )
         else:
             tool = min(narrowing.tools)
             allowed = dict(limits.tools).get(digest_tool(tool), 0)
             used = {digest: count for digest, _, count in standing.tools}.get(digest_tool(tool), 0)
             subject = SessionSubject(
-                PER_TOOL, used, allowed, tool, ask_for=write_grant(session, tenant, PER_TOOL, tool, used, allowed)
+                PER_TOOL,
+                used,
+                allowed,
+                tool,
+                ask_for=write_grant(session, tenant, PER_TOOL, tool, used, allowed),
             )
         return self._make_outcome(Action.REJECT, fingerprint, tenant, subject.used, subject)
 
-    def _read_allowed(self, limit: str, grants: tuple[int, int, int], agent_limits: AgentLimits) -> int:
+    def _read_allowed(
+        self, limit: str, grants: tuple[int, int, int], agent_limits: AgentLimits
+    ) -> int:
         steps, tool_calls, cost = grants
         if limit == MAX_STEPS:
             return self.limits.steps + steps
         if limit == MAX_AGENTS:
             return agent_limits.agents
-        return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
+        return (
+            self.limits.tool_calls + tool_calls
+            if limit == MAX_TOOL_CALLS
+            else self.limits.cost + cost
+        )
 
     def list_newest_tools(self, calls: CallHistory) -> tuple[str, ...]:
         """The tools called in a history's newest step, each once, at most `_MOST_SHOWN`."""
@@ -536,14 +644,20 @@ class SessionLimiter:
         return self._listed_unnamed if session == UNNAMED else self._listed
 
     def _list_limits(self, limits: Limits) -> list[tuple[str, str, int]]:
-        counted = ((MAX_STEPS, limits.steps), (MAX_TOOL_CALLS, limits.tool_calls), (MAX_COST, limits.cost))
+        counted = (
+            (MAX_STEPS, limits.steps),
+            (MAX_TOOL_CALLS, limits.tool_calls),
+            (MAX_COST, limits.cost),
+        )
         tools = [(PER_TOOL, self._tool_names[digest], limit) for digest, limit in limits.tools]
         return [*[(name, "", limit) for name, limit in counted if limit != _NONE], *tools]
 
     def _find_tool_name(self, digest: bytes, calls: CallHistory) -> str:
         if not digest:
             return ""
-        return self._tool_names.get(digest) or next((name for known, name in calls.tools if known == digest), "")
+        return self._tool_names.get(digest) or next(
+            (name for known, name in calls.tools if known == digest), ""
+        )
 
     def _make_outcome(  # noqa: PLR0913  # all that an outcome tells
         self,
@@ -585,7 +699,9 @@ def compile_limits(limits: SessionLimits, session: Session) -> Limits:
         narrows=limits.max_tool_calls_mode == "narrow",
         finishes=limits.max_tool_calls_mode == "finish",
         cost=_NONE if cost is None else round(cost * NANO_DOLLARS),
-        tools=tuple(sorted((digest_tool(name), limit) for name, limit in limits.max_calls_per_tool.items())),
+        tools=tuple(
+            sorted((digest_tool(name), limit) for name, limit in limits.max_calls_per_tool.items())
+        ),
         window=_NONE if recent is None else recent.window,
         threshold=_NONE if recent is None else recent.threshold,
         blocks=_or_none(breaker.consecutive_blocks if breaker is not None else None),
@@ -678,7 +794,10 @@ def write_grant(session: str, tenant: str, limit: str, tool: str, used: int, all
     if limit == PER_TOOL and tool:
         asked = f"--tool {shlex.quote(f'{tool}={max(1, used - allowed)}')}"
     elif limit in _GRANTING and allowed < MOST_AGENTS:
-        asked = f"{_GRANTING[limit]} {used - allowed if limit == MAX_DEPTH else max(0, used - allowed) + 1}"
+        asked = (
+            f"{_GRANTING[limit]} "
+            f"{used - allowed if limit == MAX_DEPTH else max(0, used - allowed) + 1}"
+        )
     else:
         return ""
     return f"loopguard grant --session {session} --caller {tenant} {asked}"

@@ -20,7 +20,15 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
 from extproc.detectors.loops import USUAL_TURNS
 from extproc.request.clients import AGENTS, PARENT_SESSION, SESSION_HEADERS, USER_ID
-from extproc.request.document import ABSENT, Document, NotCounted, check_members, decode_json, find, split_pointer
+from extproc.request.document import (
+    ABSENT,
+    Document,
+    NotCounted,
+    check_members,
+    decode_json,
+    find,
+    split_pointer,
+)
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
@@ -41,7 +49,9 @@ _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
 """Headers of the vendors' form that have keys of their own, or name another session than the
 request's."""
 
-_SAME: Final = {f"{HEADER}:{form.root}": f"{HEADER}:{form.agent}" for form in AGENTS if form.root == form.parent}
+_SAME: Final = {
+    f"{HEADER}:{form.root}": f"{HEADER}:{form.agent}" for form in AGENTS if form.root == form.parent
+}
 """Default keys that name the same session: an agent sends its parent's id in the first, the parent
 sends it in the second."""
 
@@ -63,7 +73,13 @@ class SessionNames:
         looks_in: equal for objects that find the same names.
     """
 
-    def __init__(self, limit_keys: Sequence[str], *, usual: bool = False, same: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        limit_keys: Sequence[str],
+        *,
+        usual: bool = False,
+        same: Mapping[str, str] | None = None,
+    ) -> None:
         """Compile the keys.
 
         Args:
@@ -75,15 +91,25 @@ class SessionNames:
         known = same if same is not None else _SAME if usual else {}
         keys = [
             key._replace(read=_read_vendor) if key.key == VENDOR_SESSION else key
-            for key in compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
+            for key in compile_descriptors(
+                [key for key in limit_keys if key not in UNSUPPORTED_KEYS]
+            )
         ]
         self._keys = keys
         self._usual = usual
         self._places = [
-            (known.get(key.key, key.key), split_pointer(key.argument) if key.source == BODY else []) for key in keys
+            (known.get(key.key, key.key), split_pointer(key.argument) if key.source == BODY else [])
+            for key in keys
         ]
-        self.looks_in = (usual, tuple([key.key for key in keys]), tuple([key for key, _ in self._places]))
-        self._headers = [key.argument if key.read is HttpRequest.read_header and key.argument != "host" else "" for key in keys]
+        self.looks_in = (
+            usual,
+            tuple([key.key for key in keys]),
+            tuple([key for key, _ in self._places]),
+        )
+        self._headers = [
+            key.argument if key.read is HttpRequest.read_header and key.argument != "host" else ""
+            for key in keys
+        ]
         self._all_headers = frozenset(self._headers) - {""}
         self._every = list(range(len(keys)))
         self._others = [place for place, header in enumerate(self._headers) if not header]
@@ -103,9 +129,15 @@ class SessionNames:
         request of this caller are skipped; `caller` is None while it is unknown.
         """
         values: list[str] = []
-        changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
+        changing = (
+            self._changing
+            if self._usual and self._changing.finds_any and caller is not None
+            else None
+        )
         headers = request.headers
-        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(headers)  # the usual case
+        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(
+            headers
+        )  # the usual case
         for place in self._others if missing else self._every:
             while len(values) < place:
                 values.append("")
@@ -122,9 +154,15 @@ class SessionNames:
 
     def tell_key(self, values: Sequence[str]) -> str:
         """The limit key in the head that names the session, given the result of `read`; empty if there is none."""
-        return self._keys[len(values) - 1].key if values and values[-1] and len(values) <= self._in_head else ""
+        return (
+            self._keys[len(values) - 1].key
+            if values and values[-1] and len(values) <= self._in_head
+            else ""
+        )
 
-    def watch(self, values: Sequence[str], name: str, document: Document | None, caller: str | None) -> str:
+    def watch(
+        self, values: Sequence[str], name: str, document: Document | None, caller: str | None
+    ) -> str:
         """Detect a header that changes with every request of its caller; its key if just detected, else empty.
 
         Args:
@@ -176,7 +214,14 @@ class Chains:
         self._ttl_ms = min(idle_seconds * 1000, _MAX_MS)
 
     def make_link(  # noqa: PLR0913  # everything that distinguishes conversations
-        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes, fresh: bytes = b""
+        self,
+        detector: str,
+        scope: str,
+        tenant: str,
+        session: str,
+        place: ChainPlace,
+        entry: bytes,
+        fresh: bytes = b"",
     ) -> ChainLink:
         """The store's question about a request, for one detector and, if there is one, the session's name.
 
@@ -211,13 +256,18 @@ class Rings(SessionNames):
 
     def __init__(self, policy: str, session: Session | None, *, namespace: str) -> None:
         """Every key starts with the namespace. Without a session, conversations have no names."""
-        super().__init__(session.keys if session is not None else (), usual=session is not None and not session.has_own_keys)
+        super().__init__(
+            session.keys if session is not None else (),
+            usual=session is not None and not session.has_own_keys,
+        )
         self._ring = f"{namespace}ring:{policy}:"
         self.idle_seconds = (session or Session()).idle_seconds
         self.chains = Chains(policy, self.idle_seconds, namespace=namespace)
         self._idle_ms = self.idle_seconds * 1000
 
-    def make_push(self, detector: str, scope: str, tenant: str, session: str, memory: Memory) -> Push:
+    def make_push(
+        self, detector: str, scope: str, tenant: str, session: str, memory: Memory
+    ) -> Push:
         """The entry of a request to store, for one detector."""
         key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
         return Push(key, memory.entry, memory.identity, USUAL_TURNS, self._idle_ms)
@@ -253,7 +303,11 @@ def find_vendor_headers(request: HttpRequest) -> list[str]:
 def is_vendor_session(header: str) -> bool:
     """Whether a header, in lower case, matches `VENDOR_SESSION`."""
     vendor = header.removeprefix(_VENDOR_START).removesuffix(_VENDOR_END)
-    return len(vendor) + len(_VENDOR_START) + len(_VENDOR_END) == len(header) and bool(vendor) and header not in _NO_VENDORS
+    return (
+        len(vendor) + len(_VENDOR_START) + len(_VENDOR_END) == len(header)
+        and bool(vendor)
+        and header not in _NO_VENDORS
+    )
 
 
 def _cut_session(user_id: str) -> str:
@@ -281,7 +335,9 @@ class _Fields:
 
     def find(self, pointer: Sequence[str]) -> str:
         """The scalar at a pointer, as text; empty if there is none."""
-        value = self._conversation.find_field(pointer[0]) if self._conversation is not None else None
+        value = (
+            self._conversation.find_field(pointer[0]) if self._conversation is not None else None
+        )
         if value is None:
             if self._fields is None:
                 self._fields = _decode_fields(self._document)

@@ -44,7 +44,9 @@ not guess the last two."""
 
 _WELL_KNOWN: Final = "gpt-4o"
 _SHORT: Final = 1_000
-_decode_body: Final[Callable[[bytes | memoryview], Any]] = json.Decoder(defstruct("Body", [("model", str, "")])).decode
+_decode_body: Final[Callable[[bytes | memoryview], Any]] = json.Decoder(
+    defstruct("Body", [("model", str, "")])
+).decode
 
 
 class Usage(NamedTuple):
@@ -115,7 +117,12 @@ class Rates:
     def weigh(self, model: str, plain: int, output: int, read: int = 0, written: int = 0) -> int:
         """As `find_cost`, given numbers of tokens in the order of `Usage`."""
         rate = self._choose(model, plain + read + written)
-        total = plain * rate.input + output * rate.output + read * rate.cache_read + written * rate.cache_write
+        total = (
+            plain * rate.input
+            + output * rate.output
+            + read * rate.cache_read
+            + written * rate.cache_write
+        )
         return (2 * total + rate.per) // (2 * rate.per)  # rounds half up
 
     def find_known_cost(self, model: str, usage: Usage) -> int | None:
@@ -124,7 +131,11 @@ class Rates:
 
     def choose_name(self, answered: str, asked: str) -> str:
         """The model's name in response or request, whichever has the better price source; the response's if equal."""
-        return asked if asked and self._look_up(answered)[0] < self._look_up(asked)[0] else answered or asked
+        return (
+            asked
+            if asked and self._look_up(answered)[0] < self._look_up(asked)[0]
+            else answered or asked
+        )
 
     def _choose(self, model: str, prompt: int) -> _Rate:
         """The rate for a prompt of this length."""
@@ -201,15 +212,21 @@ def look_up(model: str) -> list[tuple[int, TokenPrice]]:
 
     for provider in [provider for mark, provider in _PROVIDERS if model and mark in model]:
         try:
-            found: Any = calc_price(Counted(input_tokens=1), model_ref=model, provider_id=provider).model_price
+            found: Any = calc_price(
+                Counted(input_tokens=1), model_ref=model, provider_id=provider
+            ).model_price
         except (LookupError, ValueError):
             continue
         if found.input_mtok is not None and found.output_mtok is not None:
-            return [(above, _read_price(found, above)) for above in sorted(_list_tiers(found), reverse=True)]
+            return [
+                (above, _read_price(found, above))
+                for above in sorted(_list_tiers(found), reverse=True)
+            ]
     return []
 
 
-def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401  # the package's ModelPrice has its fields only at run time
+# The package's ModelPrice has its fields only at run time
+def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401
     """The prompt lengths, in tokens, above which prices change; -1 is the first."""
     priced = (getattr(found, f"{name}_mtok") for name in TokenPrice._fields)
     return {-1, *(tier.start for price in priced for tier in getattr(price, "tiers", ()))}
@@ -217,10 +234,13 @@ def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401  # the package's ModelP
 
 def _read_price(found: Any, above: int) -> TokenPrice:  # noqa: ANN401  # as above
     """The package's price for prompts just above this length."""
-    return TokenPrice._make(_read_tier(getattr(found, f"{name}_mtok"), above) for name in TokenPrice._fields)
+    return TokenPrice._make(
+        _read_tier(getattr(found, f"{name}_mtok"), above) for name in TokenPrice._fields
+    )
 
 
-def _read_tier(price: Any, above: int) -> Any:  # noqa: ANN401  # a Decimal, or tiers of them, or None
+# A Decimal, or tiers of them, or None
+def _read_tier(price: Any, above: int) -> Any:  # noqa: ANN401
     if not hasattr(price, "tiers"):
         return price
     return next((tier.price for tier in reversed(price.tiers) if tier.start <= above), price.base)

@@ -2,7 +2,8 @@
 
 The names of the limits are those in session files of in-process SDKs.
 """
-# interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled classes do not keep
+# interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled
+# classes do not keep
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ _CONVERSATIONS = [
     USER_ID,
 ]
 
-CONVERSATION_KEYS = [*(f"{HEADER}:{name}" for name in SESSION_HEADERS), VENDOR_SESSION, *_CONVERSATIONS]
+CONVERSATION_KEYS = [
+    *(f"{HEADER}:{name}" for name in SESSION_HEADERS),
+    VENDOR_SESSION,
+    *_CONVERSATIONS,
+]
 """Default names of a conversation; body fields come last."""
 
 BUDGET_KEYS = [
@@ -55,7 +60,10 @@ BUDGET_KEYS = [
     CACHE_KEY,  # after the headers
     *_CONVERSATIONS,
 ]
-"""Defaults for `session_limits`. Agents count toward their parent's session, so that comes first."""
+"""Defaults for `session_limits`.
+
+Agents count toward their parent's session, so that comes first.
+"""
 
 _MAX_SESSIONS = 10_000
 
@@ -73,17 +81,19 @@ class Session(JsonObject):
     """Which conversation a request belongs to, within its caller.
 
     Attributes:
-        keys: limit keys; the first that a request has names its session. `header:x-*-session-id` is any such header, the
-            first by name. `session_limits` look for the session that started the agent: `x-claude-code-session-id`,
-            `x-parent-session-id` and `session-id` go first, then the others without `x-claude-code-agent-id`, `thread-id` as
-            the last header and `body:/prompt_cache_key` as the first body field.
+        keys: limit keys; the first that a request has names its session. `header:x-*-session-id` is
+            any such header, the first by name. `session_limits` look for the session that started
+            the agent: `x-claude-code-session-id`, `x-parent-session-id` and `session-id` go first,
+            then the others without `x-claude-code-agent-id`, `thread-id` as the last header and
+            `body:/prompt_cache_key` as the first body field.
         idle_seconds: a session ends after this long without a request.
-        max_sessions_per_tenant: sessions that a caller may begin within `idle_seconds` before further ones end sooner.
-        agent_keys: limit keys outside the body; the first that a request has names the agent, below the session that `keys`
-            name. A value equal to the session's stands for the session itself. Default: the headers of Claude Code, Codex and
-            opencode.
-        parent_keys: the same for the agent that started this one. Without one, that is the session. If a key is also in
-            `keys`, it names a parent that may itself be an agent.
+        max_sessions_per_tenant: sessions that a caller may begin within `idle_seconds` before
+            further ones end sooner.
+        agent_keys: limit keys outside the body; the first that a request has names the agent, below
+            the session that `keys` name. A value equal to the session's stands for the session
+            itself. Default: the headers of Claude Code, Codex and opencode.
+        parent_keys: the same for the agent that started this one. Without one, that is the session.
+            If a key is also in `keys`, it names a parent that may itself be an agent.
     """
 
     keys: Annotated[list[SessionKey], Field(min_length=1)] = CONVERSATION_KEYS
@@ -203,7 +213,9 @@ class SessionLimits(JsonObject):
     max_steps: Count | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOOL_CALLS)] | None = None
     max_tool_calls_mode: Literal["block", "narrow", "finish"] = "block"
-    max_calls_per_tool: Annotated[dict[Tool, Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)]], Field(max_length=MAX_TOOLS)] = {}
+    max_calls_per_tool: Annotated[
+        dict[Tool, Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)]], Field(max_length=MAX_TOOLS)
+    ] = {}
     max_cost_per_session: Dollars | None = None
     loop_detection: RecentCalls | None = None
     circuit_breaker: SessionBreaker | None = None
@@ -223,7 +235,9 @@ class SessionLimits(JsonObject):
         """Whether a limit depends on the upstream's responses: tokens, failures, or requested usage."""
         breaker, asked = self.circuit_breaker, self.usage is not None
         return (
-            asked or self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
+            asked
+            or self.max_cost_per_session is not None
+            or (breaker is not None and breaker.consecutive_errors is not None)
         )
 
     def limits_agents(self) -> bool:
@@ -254,12 +268,19 @@ def names_agents(keys: Iterable[str]) -> bool:
     return not {f"{HEADER}:{form.root}" for form in AGENTS}.isdisjoint(keys)
 
 
-def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+# Raw JSON
+def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401
     """Check the keys of a raw `unnamed_limits` and its `session_limits` against each other; yields as `find_limit_errors`."""
     if not isinstance(unnamed, dict):
         return
     if not isinstance(limits, dict):
-        yield (), "unnamed_limits needs session_limits: it is about requests that have no session of these"
+        yield (
+            (),
+            (
+                "unnamed_limits needs session_limits: it is about requests that have no session of "
+                "these"
+            ),
+        )
     if all(unnamed.get(key) is None for key in _COUNTED):
         yield (), f"unnamed_limits needs at least one of {', '.join(_COUNTED)}"
 
@@ -278,8 +299,14 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
     if isinstance(recent, dict):
         window, threshold = recent.get("window"), recent.get("threshold")
         if isinstance(window, int) and isinstance(threshold, int) and threshold > window:
-            yield ("loop_detection", "threshold"), f"threshold must be <= window, which is {window}: it can never be reached"
-    if limits.get("max_tool_calls_mode") in ("narrow", "finish") and limits.get("max_tool_calls") is None:
+            yield (
+                ("loop_detection", "threshold"),
+                f"threshold must be <= window, which is {window}: it can never be reached",
+            )
+    if (
+        limits.get("max_tool_calls_mode") in ("narrow", "finish")
+        and limits.get("max_tool_calls") is None
+    ):
         yield ("max_tool_calls_mode",), "max_tool_calls_mode needs max_tool_calls"
     if "agent_idle_seconds" in limits and limits.get("max_concurrent_agents") is None:
         yield ("agent_idle_seconds",), "agent_idle_seconds needs max_concurrent_agents"
@@ -296,6 +323,14 @@ def _find_notice_errors(limits: dict[str, Any]) -> Iterator[tuple[Place, str]]:
             if start is None:
                 continue
             if limit is None:
-                yield ("escalate", action, key), f"{key} has no limit, so there is nothing to escalate"
-            elif isinstance(start, int | float) and isinstance(limit, int | float) and start > limit:
-                yield ("escalate", action, key), f"must be <= {key}, which is {limit}: requests beyond it are refused"
+                yield (
+                    ("escalate", action, key),
+                    f"{key} has no limit, so there is nothing to escalate",
+                )
+            elif (
+                isinstance(start, int | float) and isinstance(limit, int | float) and start > limit
+            ):
+                yield (
+                    ("escalate", action, key),
+                    f"must be <= {key}, which is {limit}: requests beyond it are refused",
+                )

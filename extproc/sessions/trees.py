@@ -63,7 +63,10 @@ def _compile(agent: Sequence[str], parent: Sequence[str], *, hangs: bool) -> _Fo
 def _list_keys(keys: Sequence[str]) -> list[_Key]:
     plain = HttpRequest.read_header
     found = compile_descriptors(list(keys))
-    return [(each, each.argument if each.read is plain and each.argument != "host" else "") for each in found]
+    return [
+        (each, each.argument if each.read is plain and each.argument != "host" else "")
+        for each in found
+    ]
 
 
 class AgentNames:
@@ -82,7 +85,11 @@ class AgentNames:
         else:
             known = {f"{HEADER}:{form.root}": form for form in AGENTS}
             self._forms = {
-                key: _compile([f"{HEADER}:{form.agent}"], [f"{HEADER}:{form.parent}"], hangs=form.parent == form.root)
+                key: _compile(
+                    [f"{HEADER}:{form.agent}"],
+                    [f"{HEADER}:{form.parent}"],
+                    hangs=form.parent == form.root,
+                )
                 for key, form in known.items()
                 if key in keys
             }
@@ -143,7 +150,9 @@ class Roots:
     def make_search(self, scope: str, tenant: str, agent: str, parent: str) -> RootSearch:
         """The store's question for an agent's root; the store keeps it, too."""
         start, end = f"{self._start}{scope}:", f":{tenant}"
-        return RootSearch(f"{start}{agent}{end}", f"{start}{parent}{end}", bytes.fromhex(parent), self._ttl_ms)
+        return RootSearch(
+            f"{start}{agent}{end}", f"{start}{parent}{end}", bytes.fromhex(parent), self._ttl_ms
+        )
 
 
 def digest_agent(name: str) -> bytes:

@@ -17,34 +17,50 @@ from extproc.store.rules.session import Question
 
 
 class SharedDocuments(Protocol):
-    """Named documents, by kind (see `documents.KINDS`) and subject. Subjects never come from clients.
+    """Named documents, by kind (see `documents.KINDS`) and subject.
+
+    Subjects never come from clients.
 
     Requests never wait for documents. Every method raises StoreError if the store is unavailable.
     """
 
     async def put(  # noqa: PLR0913  # a document and its place
-        self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
+        self,
+        kind: str,
+        subject: str,
+        name: str,
+        document: bytes,
+        seconds: float,
+        now: int | None = None,
     ) -> None:
         """Store a document for `seconds`, replacing any of the same name; raises StoreError if there is no room."""
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
         """Remove a document; returns whether it existed."""
 
-    async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
+    async def read(
+        self, kind: str, subject: str, known: str = "", now: int | None = None
+    ) -> Documents | None:
         """Read all unexpired documents; None if nothing has changed since version `known`, which may be empty."""
 
 
 class Store(Protocol):
-    """Counters, rings, chains, sessions and budgets. Each key is read and updated in one atomic step.
+    """Counters, rings, chains, sessions and budgets.
 
-    Every store follows the rules in `extproc.store.rules` exactly. The memory store answers at once; a remote store returns an
-    awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests only; None uses the store's own clock.
+    Each key is read and updated in one atomic step.
+
+    Every store follows the rules in `extproc.store.rules` exactly. The memory store answers at
+    once; a remote store returns an awaitable. Keys in one call are distinct. `now`, in
+    milliseconds, is for tests only; None uses the store's own clock.
     """
 
-    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+    def hit(
+        self, hits: Sequence[Question], now: int | None = None
+    ) -> list[Any] | Awaitable[list[Any]]:
         """Count every hit once. Answers are in the order of the hits.
 
-        One call may mix questions: a hit is answered with a `Count`, a step or settlement with a `Standing`, a take with a
+        One call may mix questions: a hit is answered with a `Count`, a step or settlement with a
+            `Standing`, a take with a
         `Taken`. Takes come last; those in one hash slot are all granted, or all refused.
 
         Raises:
@@ -56,8 +72,8 @@ class Store(Protocol):
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once. Answers are in the order of the pushes.
 
-        A `Push` is answered with the ring's entries, oldest first, including the new one; a `ChainLink` with a `Trail`; a
-        `RootSearch` with a list of one root.
+        A `Push` is answered with the ring's entries, oldest first, including the new one; a
+        `ChainLink` with a `Trail`; a `RootSearch` with a list of one root.
 
         Raises:
             StoreError: at once or from the awaitable; no other error is raised.
@@ -70,7 +86,8 @@ class Store(Protocol):
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """Return the secret that all replicas share: the stored one, or else `secret`, which is then stored.
 
-        Requests never wait for this. Raises StoreError if the store is unavailable, or has a value of another type there.
+        Requests never wait for this. Raises StoreError if the store is unavailable, or has a value
+        of another type there.
         """
 
     def health(self) -> str:
@@ -109,6 +126,9 @@ def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> 
 
 
 def redact_url(url: str) -> str:
-    """A store URL without user, password and options, for logs. The password may contain any characters."""
+    """A store URL without user, password and options, for logs.
+
+    The password may contain any characters.
+    """
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"

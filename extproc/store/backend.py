@@ -1,7 +1,9 @@
 """Sends batches to Redis or Valkey: the calls of a batch become one write to each server.
 
-A batch has one command per script and, on a cluster, per hash tag, so that all keys of a command are in one slot. A command
-that a server rejects without running it is sent again: as a whole script (NOSCRIPT), or to another server (MOVED, ASK).
+A batch has one command per script and, on a cluster, per hash tag, so that all keys of a command
+are in one slot. A command
+that a server rejects without running it is sent again: as a whole script (NOSCRIPT), or to another
+    server (MOVED, ASK).
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ class _ScriptBatch:
         return list(first)
 
     def split(self) -> list[_ScriptBatch]:
-        """A group for each call. A single call is reduced to its first key, because the others may be on another server."""
+        """A group for each call.
+
+        A single call is reduced to its first key, because the others may be on another server.
+        """
         calls = self.calls if len(self.calls) > 1 else [call.narrow() for call in self.calls]
         return [
             _ScriptBatch(self.script, self.tag).add(call, position)
@@ -129,12 +134,17 @@ class RedisBackend:
         This also looks up which keys the shard has.
         """
         keys = [f"probe:{number:02x}" for number in await self._topology.learn()]
-        hits = [Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys]
+        hits = [
+            Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys
+        ]
         if hits:  # else its keys have moved
             await self.call([count_call(hit) for hit in hits])
 
     def drop(self) -> None:
-        """Close the connections, whose pending replies can no longer be assigned. They open again when needed."""
+        """Close the connections, whose pending replies can no longer be assigned.
+
+        They open again when needed.
+        """
         self._topology.drop()
 
     def _group(self, calls: list[ScriptCall]) -> list[_ScriptBatch]:
@@ -144,7 +154,9 @@ class RedisBackend:
         tags = self._topology.tags
         for position, call in enumerate(calls):
             script, tag = call.script, tags[find_part(call.subject.key, len(tags))] if tags else ""
-            if group is None or group.script is not script or group.tag != tag:  # else the same group, as usual
+            if (
+                group is None or group.script is not script or group.tag != tag
+            ):  # else the same group, as usual
                 group = groups.get((script.sha, tag))
                 if group is None:
                     group = groups[script.sha, tag] = _ScriptBatch(script, tag)
@@ -212,14 +224,20 @@ class RedisBackend:
             link = await self._topology.at(place)
             [reply] = await link.send(self._pack(group, whole=True), 1)
             _read(group, reply, answers)
-        elif isinstance(error, AskError) and len(group.list_keys()) == 1:  # the slot is moving to another server
+        elif (
+            isinstance(error, AskError) and len(group.list_keys()) == 1
+        ):  # the slot is moving to another server
             link = await self._topology.at(ServerAddress(error.host, error.port))
             _, reply = await link.send(_ASKING + self._pack(group, whole=True), 2)
             _read(group, reply, answers)
-        elif isinstance(error, AskError | TryAgainError) and len(group.list_keys()) > 1:  # some keys have moved, some not
+        elif (
+            isinstance(error, AskError | TryAgainError) and len(group.list_keys()) > 1
+        ):  # some keys have moved, some not
             link = await self._topology.find(group.tag)
             singles = group.split()
-            replies = await link.send(b"".join([self._pack(single) for single in singles]), len(singles))
+            replies = await link.send(
+                b"".join([self._pack(single) for single in singles]), len(singles)
+            )
             for single, reply in zip(singles, replies, strict=True):
                 if isinstance(reply, RedisError):
                     await self._resend(single, reply, answers)
@@ -259,7 +277,9 @@ def write_keys(start: str, keys: Sequence[str]) -> bytes:
 def _read(group: _ScriptBatch, reply: RedisReply, answers: list[Any]) -> None:
     if isinstance(reply, RedisError):
         raise explain_refusal(reply)
-    for position, answer in zip(group.positions, group.script.read(reply, len(group.positions)), strict=True):
+    for position, answer in zip(
+        group.positions, group.script.read(reply, len(group.positions)), strict=True
+    ):
         answers[position] = answer
 
 

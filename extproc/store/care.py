@@ -1,8 +1,11 @@
 """Detects servers that have lost their data, and reports whether they persist it.
 
-Counts in windows expire soon anyway. Used budgets, open circuit breakers, blocks and kills must survive a restart of the
-server. So each server has a mark: random bytes that the first replica writes, and that never expire. If a replica finds another
-mark than before, the server was emptied, or replaced by an empty one. A starting replica accepts the mark that it finds.
+Counts in windows expire soon anyway. Used budgets, open circuit breakers, blocks and kills must
+survive a restart of the
+server. So each server has a mark: random bytes that the first replica writes, and that never
+    expire. If a replica finds another
+mark than before, the server was emptied, or replaced by an empty one. A starting replica accepts
+the mark that it finds.
 """
 # interpreted: waits for a network
 
@@ -25,7 +28,10 @@ _LOOK_SECONDS: Final = 2.0
 _LOOKS_BETWEEN: Final = 30
 """Number of looks between two checks of the persistence."""
 
-EMPTIED: Final = "the store was emptied: budgets are full again, circuit breakers closed, and blocks, kills and grants gone"
+EMPTIED: Final = (
+    "the store was emptied: budgets are full again, circuit breakers closed, and "
+    "blocks, kills and grants gone"
+)
 
 _DIGITS: Final = 13
 """A mark is the time in milliseconds, in this many digits, and random hex digits."""
@@ -41,7 +47,10 @@ class KeepingStore(Protocol):
     """A store on servers."""
 
     async def share_marks(self, mark: bytes) -> dict[str, bytes]:
-        """The mark of each server, by server; a server without one gets `mark`. Raises StoreError if one is unavailable."""
+        """The mark of each server, by server; a server without one gets `mark`.
+
+        Raises StoreError if one is unavailable.
+        """
 
     async def read_persistence(self) -> list[str]:
         """What survives a restart of each server; raises StoreError if one is unavailable."""
@@ -51,8 +60,10 @@ class StoreCare:
     """Looks at the servers of a store periodically.
 
     Attributes:
-        persistence: that of the worst server; empty before the first answer, and for a memory store.
-        emptied: when the store was last found emptied, in seconds since 1970; 0 for never since this process began.
+        persistence: that of the worst server; empty before the first answer, and for a memory
+            store.
+        emptied: when the store was last found emptied, in seconds since 1970; 0 for never since
+            this process began.
         since: when the oldest mark was set, in seconds since 1970.
         emit: called with details when the store was emptied.
     """
@@ -83,9 +94,13 @@ class StoreCare:
             return
         now = time()
         try:
-            found = await self._store.share_marks(f"{int(now * 1000):0{_DIGITS}d}-{secrets.token_hex(8)}".encode())
+            found = await self._store.share_marks(
+                f"{int(now * 1000):0{_DIGITS}d}-{secrets.token_hex(8)}".encode()
+            )
             if asks:
-                self.persistence = min(await self._store.read_persistence(), key=_WORST_FIRST.index, default="")
+                self.persistence = min(
+                    await self._store.read_persistence(), key=_WORST_FIRST.index, default=""
+                )
         except StoreError:
             return
         emptied = [name for name, mark in found.items() if self._known.get(name, mark) != mark]

@@ -1,7 +1,9 @@
 """Connects to servers with redis-py: addresses, TLS, users, credential providers, Sentinel, protocol versions.
 
-redis-py never retries here, because a command that was sent may have counted. A failure is a StoreError, and the breaker of the
-shard decides when to try again. Nothing here blocks the event loop: names are resolved in threads, and the TLS context, which
+redis-py never retries here, because a command that was sent may have counted. A failure is a
+StoreError, and the breaker of the
+shard decides when to try again. Nothing here blocks the event loop: names are resolved in threads,
+    and the TLS context, which
 takes 40 ms, is made once at the start.
 """
 # interpreted: waits for a network
@@ -17,9 +19,18 @@ from typing import Any, TypeAlias
 
 from redis import exceptions
 from redis.asyncio import Connection, ConnectionPool, UnixDomainSocketConnection
-from redis.asyncio.connection import AbstractConnection, DefaultParser, RedisSSLContext, SSLConnection
+from redis.asyncio.connection import (
+    AbstractConnection,
+    DefaultParser,
+    RedisSSLContext,
+    SSLConnection,
+)
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.asyncio.sentinel import (
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
@@ -38,7 +49,8 @@ class BoundedParser(DefaultParser):  # type: ignore[misc, valid-type]  # it is h
         super().__init__(socket_read_size)
         self._bounds = ReplyBounds()
 
-    async def read_response(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401  # see redis-py
+    # See redis-py
+    async def read_response(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         """See redis-py."""
         self._bounds.begin()
         return await super().read_response(*arguments, **options)
@@ -76,21 +88,32 @@ class Access:
 
     def make_pool(self, address: ServerAddress) -> ConnectionPool:
         """A pool for one server."""
-        place = {"path": address.path} if address.path else {"host": address.host, "port": address.port}
+        place = (
+            {"path": address.path} if address.path else {"host": address.host, "port": address.port}
+        )
         return ConnectionPool(self.kind, **self.arguments, **place)
 
     def find_primary(self, sentinels: Sequence[ServerAddress], service: str) -> ConnectionPool:
         """A pool for the primary of a Sentinel service."""
         found = _Sentinels(self, sentinels)
-        return SentinelConnectionPool(service, found, connection_class=self.managed, **self.arguments)  # type: ignore[no-untyped-call]
+        return SentinelConnectionPool(
+            service, found, connection_class=self.managed, **self.arguments
+        )  # type: ignore[no-untyped-call]
 
     def without(self, *left_out: str) -> Access:
         """A copy without these arguments."""
-        return replace(self, arguments={name: value for name, value in self.arguments.items() if name not in left_out})
+        return replace(
+            self,
+            arguments={
+                name: value for name, value in self.arguments.items() if name not in left_out
+            },
+        )
 
 
 def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) -> Access:
-    """Access from the arguments that redis-py read from a URL. With `library`, requests use redis-py's connections, too.
+    """Access from the arguments that redis-py read from a URL.
+
+    With `library`, requests use redis-py's connections, too.
 
     Raises:
         RedisError, OSError, TypeError, ValueError: a value is invalid. ssl.SSLError is an OSError.
@@ -104,7 +127,8 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
         "parser_class": BoundedParser,
         "retry": Retry(NoBackoff(), 0),
         "socket_read_size": 262_144,  # hiredis rescans an unfinished line at each read
-        "socket_timeout": None,  # callers have deadlines; in Python 3.11, redis-py's may swallow a cancellation
+        # Callers have deadlines; in Python 3.11, redis-py's may swallow a cancellation
+        "socket_timeout": None,
     }
     kind: type[AbstractConnection] = Connection
     managed = SentinelManagedConnection
@@ -112,7 +136,10 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
         kind = _UnixConnection
     elif scheme == "rediss":
         context = _make_context(tls)
-        kind, managed = _share_context(SSLConnection, context), _share_context(SentinelManagedSSLConnection, context)
+        kind, managed = (
+            _share_context(SSLConnection, context),
+            _share_context(SentinelManagedSSLConnection, context),
+        )
     kind(**arguments)
     return Access(kind, managed, arguments, open_library_link if library else open_link)
 
@@ -120,7 +147,9 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
 def _make_context(options: dict[str, Any]) -> RedisSSLContext:
     """redis-py's TLS context, but with the given CAs instead of the system's, not in addition to them."""
     made = SSLConnection(**options).ssl_context
-    context = ssl.create_default_context(cafile=made.ca_certs, capath=made.ca_path, cadata=made.ca_data)
+    context = ssl.create_default_context(
+        cafile=made.ca_certs, capath=made.ca_path, cadata=made.ca_data
+    )
     context.check_hostname, context.verify_mode = made.check_hostname, made.cert_reqs
     for flag in made.include_verify_flags or ():
         context.verify_flags |= flag
@@ -146,11 +175,17 @@ def _share_context(kind: type[Any], context: RedisSSLContext) -> type[Any]:
 
 
 class _Sentinels:
-    """Sentinels for redis-py's pool, which asks at every connect. Each query begins with another, as one may be partitioned."""
+    """Sentinels for redis-py's pool, which asks at every connect.
+
+    Each query begins with another, as one may be partitioned.
+    """
 
     def __init__(self, access: Access, places: Sequence[ServerAddress]) -> None:
         # Some Sentinels need the credentials of the servers, and others reject any.
-        self._ways = access.without("db", "username", "password", "credential_provider"), access.without("db")
+        self._ways = (
+            access.without("db", "username", "password", "credential_provider"),
+            access.without("db"),
+        )
         self._places = list(places)
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
@@ -162,27 +197,40 @@ class _Sentinels:
                 connection: Any = access.make_pool(place).make_connection()  # type: ignore[no-untyped-call]
                 try:
                     async with asyncio.timeout(LOOK_SECONDS):
-                        await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service_name)
+                        await connection.send_command(
+                            "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service_name
+                        )
                         host, port = await connection.read_response() or (None, 0)
                     if host is not None:
                         return host.decode(), int(port)
-                    errors[place] = StoreError(f"{place} does not watch {service_name}", kind="sentinel")
+                    errors[place] = StoreError(
+                        f"{place} does not watch {service_name}", kind="sentinel"
+                    )
                 except Exception as error:  # noqa: BLE001  # a server can answer anything
                     errors[place] = explain(error, str(place))
                 finally:
                     await connection.disconnect(nowait=True)
-        raise StoreError(f"no Sentinel knows the primary: {'; '.join(map(str, errors.values()))}", kind="sentinel")
+        raise StoreError(
+            f"no Sentinel knows the primary: {'; '.join(map(str, errors.values()))}",
+            kind="sentinel",
+        )
 
 
 def name_server(pool: ConnectionPool) -> str:
     """The server's address, for messages."""
     given = pool.connection_kwargs
-    host, port = getattr(pool, "master_address", None) or (given.get("host", ""), given.get("port", 0))
+    host, port = getattr(pool, "master_address", None) or (
+        given.get("host", ""),
+        given.get("port", 0),
+    )
     return str(ServerAddress(host, port, given.get("path", "")))
 
 
 async def open_link(pool: ConnectionPool) -> Link:
-    """A connection for requests: redis-py connects and logs in, within the caller's deadline. Raises StoreError."""
+    """A connection for requests: redis-py connects and logs in, within the caller's deadline.
+
+    Raises StoreError.
+    """
     connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
     try:
         await connection.connect()
@@ -193,8 +241,10 @@ async def open_link(pool: ConnectionPool) -> Link:
         if not isinstance(error, Exception):
             raise
         raise _explain_login(error, pool) from None
-    # The link now owns the socket, and the writer, which would close the socket when garbage-collected.
-    writer, connection._writer, connection._reader = connection._writer, None, None  # noqa: SLF001  # there is no other way
+    # The link now owns the socket, and the writer, which would close the socket when
+    # garbage-collected.
+    # There is no other way
+    writer, connection._writer, connection._reader = connection._writer, None, None  # noqa: SLF001
     return Link(name_server(pool), writer)
 
 
@@ -213,12 +263,16 @@ class LibraryLink:
     def send(self, packed: bytes, commands: int) -> Pending:
         """See `Link`."""
         answer = self._answer = Pending()
-        self._work = asyncio.get_running_loop().create_task(self._exchange(packed, commands, answer))
+        self._work = asyncio.get_running_loop().create_task(
+            self._exchange(packed, commands, answer)
+        )
         return answer
 
     async def _exchange(self, packed: bytes, commands: int, answer: Pending) -> None:
         replies: list[RedisReply] = []
-        error: StoreError | None = StoreError(f"{name_server(self._pool)}: the connection was dropped", kind="connection")
+        error: StoreError | None = StoreError(
+            f"{name_server(self._pool)}: the connection was dropped", kind="connection"
+        )
         try:
             replies, error = await exchange(self._pool, packed, commands), None
         except StoreError as failed:
@@ -228,7 +282,10 @@ class LibraryLink:
             answer.settle(replies, error)  # last, because the caller may ask again at once
 
     def drop(self) -> None:
-        """Cancel the exchange under way, and with it redis-py's connection. The link cannot be used again."""
+        """Cancel the exchange under way, and with it redis-py's connection.
+
+        The link cannot be used again.
+        """
         if self._work is not None:
             self._work.cancel()
 
@@ -242,7 +299,9 @@ async def open_library_link(pool: ConnectionPool) -> LibraryLink:
 AnyLink: TypeAlias = Link | LibraryLink
 
 
-async def exchange(pool: ConnectionPool, commands: Sequence[Command] | bytes, number: int | None = None) -> list[RedisReply]:
+async def exchange(
+    pool: ConnectionPool, commands: Sequence[Command] | bytes, number: int | None = None
+) -> list[RedisReply]:
     """Send commands, or `number` packed ones, in one write over redis-py's connection; raises StoreError.
 
     Returns:
@@ -255,7 +314,10 @@ async def exchange(pool: ConnectionPool, commands: Sequence[Command] | bytes, nu
     try:
         packed = commands if isinstance(commands, bytes) else connection.pack_commands(commands)
         await connection.send_packed_command(packed)
-        return [await _read_reply(connection) for _ in range(len(commands) if number is None else number)]
+        return [
+            await _read_reply(connection)
+            for _ in range(len(commands) if number is None else number)
+        ]
     except Exception as error:  # noqa: BLE001  # as above
         await connection.disconnect(nowait=True)
         raise explain(error, name_server(pool)) from None
@@ -280,7 +342,12 @@ async def _read_reply(connection: AbstractConnection) -> RedisReply:
 
 def _explain_login(error: Exception, pool: ConnectionPool) -> StoreError:
     refused = explain(error, name_server(pool))
-    if refused.kind == "response" and any(pool.connection_kwargs.get(name) for name in ("password", "credential_provider")):
+    if refused.kind == "response" and any(
+        pool.connection_kwargs.get(name) for name in ("password", "credential_provider")
+    ):
         # The server's message may quote what it was sent.
-        return StoreError(f"{name_server(pool)}: the server rejects this login, or has no such database", kind="auth")
+        return StoreError(
+            f"{name_server(pool)}: the server rejects this login, or has no such database",
+            kind="auth",
+        )
     return refused

@@ -11,7 +11,10 @@ from redis.credentials import CredentialProvider
 
 from extproc.errors import StoreError, UsageError
 
-_FORM = "it takes MODULE:NAME, a redis.CredentialProvider, or a function without arguments that returns one"
+_FORM = (
+    "it takes MODULE:NAME, a redis.CredentialProvider, or a function without arguments that "
+    "returns one"
+)
 
 
 class FileCredentials(CredentialProvider):
@@ -66,16 +69,25 @@ class ProvidedCredentials(CredentialProvider):
             found = await self._ask()
         except Exception as error:  # noqa: BLE001  # a user's code may raise anything
             raise self._make_error(f"raised {type(error).__name__}") from None
-        if isinstance(found, tuple) and len(found) in (1, 2) and all(isinstance(part, str) and part for part in found):
+        if (
+            isinstance(found, tuple)
+            and len(found) in (1, 2)
+            and all(isinstance(part, str) and part for part in found)
+        ):
             return found
         raise self._make_error("must return (PASSWORD,) or (USER, PASSWORD)")
 
     async def _ask(self) -> object:
         """Ask in a thread if the provider is synchronous, but never in two threads at once."""
-        if type(self._provider).get_credentials_async is not CredentialProvider.get_credentials_async:
+        if (
+            type(self._provider).get_credentials_async
+            is not CredentialProvider.get_credentials_async
+        ):
             return await self._provider.get_credentials_async()
         if self._asked is None or self._asked.done():
-            self._asked = asyncio.get_running_loop().create_task(asyncio.to_thread(self._provider.get_credentials))
+            self._asked = asyncio.get_running_loop().create_task(
+                asyncio.to_thread(self._provider.get_credentials)
+            )
         return await asyncio.shield(self._asked)
 
     def _make_error(self, what: str) -> StoreError:

@@ -1,14 +1,19 @@
 """Refuses loops without asking the server, while clients repeat them quickly and the next verdict is certain.
 
-A refused loop stays refused until its window or cooldown ends, whatever other clients do. While this is certain, such a client
-costs the server almost nothing: its requests are added up and sent together ten times a second, so the window is still extended
+A refused loop stays refused until its window or cooldown ends, whatever other clients do. While
+this is certain, such a client
+costs the server almost nothing: its requests are added up and sent together ten times a second, so
+    the window is still extended
 and the count still rises.
 
-The verdict is certain, but the count is not, because other processes count, too. So this process answers only after ten
-refusals of a loop within a second, and only within a tenth of a second of the server's last answer. Before that, each count is
-the server's own, and rises by one from request to request, whichever process answers. After that, a count is the server's last
-one plus those answered here since. The server is told of these before it is asked again, so the counts of one process never
-decrease. Keys that an operator deletes are soon forgotten here, too. The number of loops is bounded: the one that was learned
+The verdict is certain, but the count is not, because other processes count, too. So this process
+answers only after ten refusals of a loop within a second, and only within a tenth of a second of
+the server's last answer. Before that, each count is the server's own, and rises by one from request
+to request, whichever process answers. After that, a count is the server's last one plus those
+answered here since. The server is told of these before it is asked again, so the counts of one
+process never
+decrease. Keys that an operator deletes are soon forgotten here, too. The number of loops is
+    bounded: the one that was learned
 first is dropped.
 """
 
@@ -65,7 +70,10 @@ class KnownRefusals:
 
     @property
     def knows_any(self) -> bool:
-        """Whether any loop is known. Usually none is, and a look-up by a new key would be the most expensive part."""
+        """Whether any loop is known.
+
+        Usually none is, and a look-up by a new key would be the most expensive part.
+        """
         return len(self._known) > 0
 
     def learn(self, hit: Hit, answer: Count, stands_ms: int, told: int) -> None:
@@ -99,7 +107,9 @@ class KnownRefusals:
     def answer(self, hit: Hit) -> Count | None:
         """The verdict, if it is certain; the hit is then counted here, and soon reported to the server."""
         known = self._known.get(hit.key)
-        if known is None or known.asked < HAMMERED or known.hit != hit:  # a different hit: the policy has changed
+        if (
+            known is None or known.asked < HAMMERED or known.hit != hit
+        ):  # a different hit: the policy has changed
             return None
         now = _read_clock()
         if now >= known.until:

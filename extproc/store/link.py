@@ -1,13 +1,15 @@
 """The connection on the hot path: commands of many requests go out in one write, and hiredis parses their replies.
 
-This replaces redis-py's connection because every request pays for it. Over redis-py's (`LibraryLink`, `?client=redis-py`), the
-same batches took three times the CPU for one request at a time, and a quarter more for 64 at once.
+This replaces redis-py's connection because every request pays for it. Over redis-py's
+(`LibraryLink`, `?client=redis-py`), the same batches took three times the CPU for one request at a
+time, and a quarter more for 64 at once.
 
-redis-py connects and logs in (`client`), and then hands over the socket. `backend` builds the batches; `shard` has the
-deadlines and the circuit breaker.
+redis-py connects and logs in (`client`), and then hands over the socket. `backend` builds the
+batches; `shard` has the deadlines and the circuit breaker.
 
-The peer may be a broken server, or speak another protocol. Replies are checked, and the memory that they can make this process
-allocate is bounded. Nothing is ever sent twice, because a command that was sent may have counted.
+The peer may be a broken server, or speak another protocol. Replies are checked, and the memory that
+they can make this process allocate is bounded. Nothing is ever sent twice, because a command that
+was sent may have counted.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _NOT_ENOUGH_DATA: Final = object()
 
 _MAX_BYTES = 8 * 1024 * 1024
 _MAX_ELEMENTS = 500_000
-"""Maximum size of a reply. The largest valid one describes a cluster in which every slot is a separate range."""
+"""Maximum size of a reply.
+
+The largest valid one describes a cluster in which every slot is a separate range.
+"""
 
 _LIST = re.compile(rb"\n[*%~>|]([0-9]{1,20})\r(?=\n)")
 """The header of an array, map, set or push, with its number of elements."""
@@ -72,7 +77,9 @@ class ServerAddress:
 
     def __str__(self) -> str:
         """HOST:PORT, or the path."""
-        return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
+        return self.path or (
+            f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        )
 
 
 class ReplyBounds:
@@ -106,7 +113,9 @@ class Link(asyncio.Protocol):
         self._address = address
         self._writer = writer  # it closes the connection when it is collected
         self._transport: Any = writer.transport
-        self._reader = hiredis.Reader(replyError=DefaultParser.parse_error, notEnoughData=_NOT_ENOUGH_DATA)
+        self._reader = hiredis.Reader(
+            replyError=DefaultParser.parse_error, notEnoughData=_NOT_ENOUGH_DATA
+        )
         self._bounds = ReplyBounds()
         self._asked = 0
         self._replies: list[RedisReply] = []
@@ -183,14 +192,19 @@ class Link(asyncio.Protocol):
 
 
 def explain(error: Exception, address: str) -> StoreError:
-    """Convert an error of a connection. It may be of any type, because a server can answer anything."""
+    """Convert an error of a connection.
+
+    It may be of any type, because a server can answer anything.
+    """
     causes = list(_list_causes(error))
     for cause in causes:
         if isinstance(cause, StoreError):
             return cause
         if isinstance(cause, exceptions.TimeoutError | TimeoutError):
             return StoreError(f"{address}: no answer", kind="timeout")
-        if isinstance(cause, exceptions.RedisError) and (cause.status_code or isinstance(cause, exceptions.ResponseError)):
+        if isinstance(cause, exceptions.RedisError) and (
+            cause.status_code or isinstance(cause, exceptions.ResponseError)
+        ):
             return explain_refusal(cause)
         if isinstance(cause, OSError):
             kind = "tls" if isinstance(cause, ssl.SSLError) else "connection"
@@ -210,14 +224,18 @@ def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
 def explain_refusal(reply: exceptions.RedisError) -> StoreError:
     """Convert an error reply."""
     text = str(reply)[:_LONGEST_TEXT]
-    if "unauthenticated" in text:  # before login, a server limits the length of commands, and reports that instead
+    if (
+        "unauthenticated" in text
+    ):  # before login, a server limits the length of commands, and reports that instead
         return StoreError("NOAUTH Authentication required.", kind="auth")
     nested = _NESTED.search(text)
     meant = [reply] if nested is None else [reply, DefaultParser.parse_error(nested[0])]  # type: ignore[no-untyped-call]
     found = [kind for error in meant for known, kind in _KINDS if isinstance(error, known)]
     if reply.status_code not in (None, "ERR"):
         text = f"{reply.status_code} {text}"
-    return StoreError(text, kind=found[0] if found else "busy" if text.startswith("BUSY ") else "response")
+    return StoreError(
+        text, kind=found[0] if found else "busy" if text.startswith("BUSY ") else "response"
+    )
 
 
 def explain_bug(bug: BaseException) -> StoreError:

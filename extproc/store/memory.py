@@ -1,12 +1,15 @@
 """State in this process: for one replica, and as the reference against which every other store is tested.
 
-Bounded in entries and in bytes: beyond `max_entries` or the memory for counts, expired entries are dropped first, then the
-least recently used. Everything is O(1) amortised, and no operation stalls the event loop. Entries are spread over many
-small dicts ("shards"), because growing one dict of a million entries takes 30 ms, and because finding the oldest entry of a
-large dict means stepping over the gaps that older ones left.
+Bounded in entries and in bytes: beyond `max_entries` or the memory for counts, expired entries are
+    dropped first, then the
+least recently used. Everything is O(1) amortised, and no operation stalls the event loop. Entries
+are spread over many small dicts ("shards"), because growing one dict of a million entries takes 30
+ms, and because finding the oldest entry of a large dict means stepping over the gaps that older
+ones left.
 
-A shard keeps one dict for each lifetime (the window, or a longer cooldown), in order of last use. Within such a dict the order
-of use is the order of expiry, so the front is both the next to expire and the least recently used.
+A shard keeps one dict for each lifetime (the window, or a longer cooldown), in order of last use.
+Within such a dict the order of use is the order of expiry, so the front is both the next to expire
+and the least recently used.
 """
 
 from __future__ import annotations
@@ -31,8 +34,23 @@ from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.root import RootSearch, find_root
-from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter, move_step
-from extproc.store.rules.take_back import CHAIN, TakeBack, take_from_chain, take_from_log, take_from_tally
+from extproc.store.rules.session import (
+    Ledger,
+    Limits,
+    Question,
+    Settlement,
+    Standing,
+    Step,
+    enter,
+    move_step,
+)
+from extproc.store.rules.take_back import (
+    CHAIN,
+    TakeBack,
+    take_from_chain,
+    take_from_log,
+    take_from_tally,
+)
 from extproc.store.rules.tree import Tree
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit, Tally, log, read_log_times, tally
 
@@ -66,8 +84,9 @@ _RECENT_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked, because with too many sessions, ledgers would only be
 swapped."""
 
-# A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits it. Every entry but a log
-# begins with the time of its last use, and the time until which it is kept regardless of its lifetime.
+# A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits
+# it. Every entry but a log begins with the time of its last use, and the time until which it is
+# kept regardless of its lifetime.
 _TIMES: Final = struct.Struct("<qq")
 _LEDGER: Final = struct.Struct("<qqI")
 """These times, and the length of the session's tree of agents, which stands before the ledger."""
@@ -117,7 +136,9 @@ class MemoryStore:
         self._max_entries = max_entries
         self._max_bytes = most - most // _PARTS  # with chains
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
-        self._most_unpacked = min(_UNPACKED, max_entries // _UNPACKED_SHARE, most // _PARTS // _UNPACKED_BYTES)
+        self._most_unpacked = min(
+            _UNPACKED, max_entries // _UNPACKED_SHARE, most // _PARTS // _UNPACKED_BYTES
+        )
         self._unpacked: LRU[str, Ledger] = LRU(self._most_unpacked)  # ledgers kept unpacked
         self._entries = 0  # including unpacked ledgers
         self._bytes = 0
@@ -143,7 +164,10 @@ class MemoryStore:
         moment = self._clock() if now is None else now
         if hits and isinstance(hits[-1], Take):
             return self._hit_and_take(hits if isinstance(hits, list) else list(hits), moment, now)
-        return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
+        return [
+            self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment)
+            for hit in hits
+        ]
 
     def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> list[list[bytes] | Trail]:
         """Push every entry once; answers at once, and never raises StoreError."""
@@ -162,7 +186,8 @@ class MemoryStore:
             self._chains.sweep(moment, turns)
         return answers
 
-    async def share_secret(self, name: str, secret: bytes) -> bytes:  # noqa: ARG002  # a Store's signature
+    # A Store's signature
+    async def share_secret(self, name: str, secret: bytes) -> bytes:  # noqa: ARG002
         """See `Store`; this process is the only replica."""
         return secret
 
@@ -229,7 +254,9 @@ class MemoryStore:
 
     def _pack_budget(self, budget: KeptBudget) -> None:
         take, moment = budget.take, budget.moment
-        self._put(take.key, take.lifetime_ms, _BUDGET.pack(moment, budget.until, *budget.state), moment)
+        self._put(
+            take.key, take.lifetime_ms, _BUDGET.pack(moment, budget.until, *budget.state), moment
+        )
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms
@@ -241,7 +268,12 @@ class MemoryStore:
         else:
             state, count = tally(_read_tally(entry) if isinstance(entry, bytes) else None, hit, now)
             entry = _TALLY.pack(state[2], state[3], state[1], min(state[0], _MAX_COUNT))
-        self._put(hit.key, hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window, entry, now)
+        self._put(
+            hit.key,
+            hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window,
+            entry,
+            now,
+        )
         return count
 
     def _take_back(self, asked: TakeBack) -> Count:
@@ -262,7 +294,9 @@ class MemoryStore:
     def _step(self, asked: Step, now: int) -> Standing:
         limits, key = asked.limits, asked.key
         ledger = self._unpacked.use(key)
-        if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # usually; it stays unpacked
+        if (
+            ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large()
+        ):  # usually; it stays unpacked
             return ledger.take_step(asked, now)
         ledger = self._take_ledger(key, limits, now)
         if ledger is None:
@@ -283,7 +317,9 @@ class MemoryStore:
         """Begin a session of the tenant; returns how often its idle time is halved."""
         lifetime = asked.limits.idle_ms
         entry = self._take(asked.tenant, lifetime)
-        begun, halvings = enter(bytes(entry[_TIMES.size :]) if entry is not None else None, asked.limits, now)
+        begun, halvings = enter(
+            bytes(entry[_TIMES.size :]) if entry is not None else None, asked.limits, now
+        )
         self._put(asked.tenant, lifetime, _TIMES.pack(now, 0) + begun, now)
         return halvings
 
@@ -307,7 +343,9 @@ class MemoryStore:
             if ledger.is_large():
                 self._drop_unpacked(key)
                 self._put_away(key, ledger, now)
-        elif ledger.is_large() or (len(unpacked) >= self._most_unpacked and not self._make_room(now)):
+        elif ledger.is_large() or (
+            len(unpacked) >= self._most_unpacked and not self._make_room(now)
+        ):
             self._put_away(key, ledger, now)
         else:
             unpacked.put(key, ledger)
@@ -331,7 +369,12 @@ class MemoryStore:
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
         tree = ledger.tree.pack() if ledger.tree is not None else b""
-        self._put(key, ledger.idle_ms, b"".join([_LEDGER.pack(ledger.last, 0, len(tree)), tree, ledger.pack()]), now)
+        self._put(
+            key,
+            ledger.idle_ms,
+            b"".join([_LEDGER.pack(ledger.last, 0, len(tree)), tree, ledger.pack()]),
+            now,
+        )
 
     def _push(self, pushed: Push, now: int) -> list[bytes]:
         entry = self._take(pushed.key, pushed.ttl_ms)
@@ -341,7 +384,9 @@ class MemoryStore:
         return entries
 
     def _find_root(self, asked: RootSearch, now: int) -> bytes:
-        own, parents = [self._take_value(key, asked.ttl_ms, now) for key in (asked.key, asked.parent_key)]
+        own, parents = [
+            self._take_value(key, asked.ttl_ms, now) for key in (asked.key, asked.parent_key)
+        ]
         root = find_root(own, parents, asked)
         for key, value in ((asked.parent_key, parents), (asked.key, root)):
             if value is not None:
@@ -374,9 +419,9 @@ class MemoryStore:
         self._puts += 1
         if self._entries > self._max_entries or self.size > self._max_bytes:
             self._sweep(now)
-            while (self._entries > self._max_entries or self.size > self._max_bytes) and self._entries - len(
-                self._unpacked
-            ) > 1:
+            while (
+                self._entries > self._max_entries or self.size > self._max_bytes
+            ) and self._entries - len(self._unpacked) > 1:
                 self._evict(shard, key)
         elif not self._puts % _SWEEP_EVERY:
             self._sweep(now)
@@ -442,7 +487,9 @@ def open_memory(url: str, metrics: Metrics, _: Settings) -> MemoryStore:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     limit = options.pop("max_entries", str(DEFAULT_MAX_ENTRIES))
     if parts.netloc or parts.path.strip("/") or options:
-        raise UsageError(f"cannot use store {url!r}: it takes the form memory://?max_entries=1000000")
+        raise UsageError(
+            f"cannot use store {url!r}: it takes the form memory://?max_entries=1000000"
+        )
     if not limit.isdecimal() or int(limit) < 1:
         raise UsageError(f"cannot use store {url!r}: max_entries must be a positive integer")
     return MemoryStore(metrics, int(limit))

@@ -1,4 +1,7 @@
-"""Budgets in this process. Recently used ones stay unpacked; the others are packed entries of the memory store."""
+"""Budgets in this process.
+
+Recently used ones stay unpacked; the others are packed entries of the memory store.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,17 @@ from collections.abc import Callable
 from typing import Final
 
 from extproc.bounded import LRU, Memo
-from extproc.store.rules.budget import BudgetState, Take, Taken, advance, apply, check, find_lifetime, is_marked, settle
+from extproc.store.rules.budget import (
+    BudgetState,
+    Take,
+    Taken,
+    advance,
+    apply,
+    check,
+    find_lifetime,
+    is_marked,
+    settle,
+)
 
 _RECENT_MS: Final = 60_000
 """A budget used within this time stays unpacked, because with too many callers, budgets would only be swapped."""
@@ -20,8 +33,8 @@ class KeptBudget:
 
     Attributes:
         state: its state at the time `today`.
-        take: a take with its newest limit. It is replaced only when that changes: freeing the previous take is slow, because it
-            has left the processor's cache.
+        take: a take with its newest limit. It is replaced only when that changes: freeing the
+            previous take is slow, because it has left the processor's cache.
         moment: when it was last used.
         today: the same, in calendar time.
         leaves: it must be packed again, because there is no room.
@@ -41,9 +54,14 @@ class KeptBudget:
 
 
 class MemoryBudgets:
-    """The budgets of a store. Times are in milliseconds: `moment` of its clock, `today` of the calendar, for the rules."""
+    """The budgets of a store.
 
-    def __init__(self, most: int, unpack: Callable[[Take], BudgetState], pack: Callable[[KeptBudget], None]) -> None:
+    Times are in milliseconds: `moment` of its clock, `today` of the calendar, for the rules.
+    """
+
+    def __init__(
+        self, most: int, unpack: Callable[[Take], BudgetState], pack: Callable[[KeptBudget], None]
+    ) -> None:
         """Start empty, with room for `most` unpacked budgets; `unpack` takes one out of the store, `pack` puts it there."""
         self._most = most
         self._unpack = unpack

@@ -1,6 +1,7 @@
 """Chains in this process: the state of `rules/chain.py`, bounded in bytes.
 
-The least useful values are dropped first: nodes that all of their conversations have left, then conversations of one node, then
+The least useful values are dropped first: nodes that all of their conversations have left, then
+    conversations of one node, then
 others. Within each kind, the value that was written longest ago is dropped first.
 """
 

@@ -29,8 +29,8 @@ class _Function(Listener):
 class Pending:
     """An answer to wait for: with `await`, or with `then` and `result`.
 
-    An asyncio future would notify each caller through the event loop, which costs as much as all the rest. Here, the code that
-    receives the replies of a round trip calls the listeners itself.
+    An asyncio future would notify each caller through the event loop, which costs as much as all
+    the rest. Here, the code that receives the replies of a round trip calls the listeners itself.
 
     Attributes:
         done: the answer has arrived, or was cancelled.
@@ -46,7 +46,10 @@ class Pending:
         self._listener: Listener | None = None
 
     def notify(self, listener: Listener) -> None:
-        """Call this listener when the answer arrives, unless it is cancelled. The answer must not have arrived yet."""
+        """Call this listener when the answer arrives, unless it is cancelled.
+
+        The answer must not have arrived yet.
+        """
         self._listener = listener
 
     def then(self, function: Callable[[], object]) -> None:
@@ -59,7 +62,8 @@ class Pending:
             self.done = self.cancelled = True
             self._listener = None
 
-    def settle(self, answer: Any, error: StoreError | None = None) -> None:  # noqa: ANN401  # the caller knows its type
+    # The caller knows its type
+    def settle(self, answer: Any, error: StoreError | None = None) -> None:  # noqa: ANN401
         """Set the answer or the error, unless one is set or the wait was cancelled."""
         if self.done:
             return
@@ -84,7 +88,10 @@ class Pending:
         return self._wait().__await__()
 
     async def arrive(self) -> None:
-        """Wait until the answer has arrived, or the error. A caller that is cancelled does not cancel it."""
+        """Wait until the answer has arrived, or the error.
+
+        A caller that is cancelled does not cancel it.
+        """
         if not self.done:
             told = asyncio.Event()
             self.then(told.set)

@@ -1,4 +1,7 @@
-"""Opens a Redis or Valkey store by its URL: a single server, Sentinel or Cluster. Option names are redis-py's."""
+"""Opens a Redis or Valkey store by its URL: a single server, Sentinel or Cluster.
+
+Option names are redis-py's.
+"""
 # interpreted: used only at the start
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ _REDIS_PY = (
     "socket_keepalive",
     "health_check_interval",
 )
-"""Supported options of redis-py. Options for retries are not, because a command that is sent twice may count twice."""
+"""Supported options of redis-py.
+
+Options for retries are not, because a command that is sent twice may count twice.
+"""
 
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _TLS = (
@@ -66,7 +72,9 @@ class _StoreUrl:
             secret, at, listed = parts.netloc.rpartition("@")
             read = parse_url(f"{self.scheme}://{secret}{at}?{parts.query}")
         except ValueError as error:
-            raise self.explain("a character is invalid" if "netloc" in str(error) else str(error)) from None
+            raise self.explain(
+                "a character is invalid" if "netloc" in str(error) else str(error)
+            ) from None
         self.hosts = [self._parse_place(item) for item in listed.split(",") if item]
         self.path = unquote(parts.path.strip("/"))
         if parts.fragment:
@@ -77,7 +85,9 @@ class _StoreUrl:
         if any(name not in known for name in given):
             raise self.explain(f"unknown option; known options: {', '.join(known)}")
         self.own = {name: value for name, value in given.items() if name in own}
-        self.arguments = {name: value for name, value in read.items() if name not in (*own, "connection_class")}
+        self.arguments = {
+            name: value for name, value in read.items() if name not in (*own, "connection_class")
+        }
 
     def _parse_place(self, text: str) -> ServerAddress:
         try:
@@ -105,26 +115,34 @@ class _StoreUrl:
         client = self.own.get("client", "")
         if client not in ("", "redis-py"):
             raise self.explain(
-                "client must be redis-py; without it, requests use Loopguard's own connection, which needs less CPU"
+                "client must be redis-py; without it, requests use Loopguard's own connection, "
+                "which needs less CPU"
             )
         try:
             return make_access(self.scheme, given, library=client != "")
         except OSError as error:
             raise self.explain(
-                f"the TLS files must be valid PEM, and the key must match the certificate ({error.strerror or error})"
+                "the TLS files must be valid PEM, and the key must match the certificate "
+                f"({error.strerror or error})"
             ) from None
         except (RedisError, TypeError, ValueError) as error:
             raise self.explain(str(error)) from None
 
     def choose_credentials(self, settings: Settings) -> None:
         """Add the credential provider or, if the URL has no password, the password from the settings."""
-        given, file, name = self.arguments, settings.store_password_file, self.own.get("credential_provider")
+        given, file, name = (
+            self.arguments,
+            settings.store_password_file,
+            self.own.get("credential_provider"),
+        )
         user = str(given.get("username", ""))
         credentials = FileCredentials(user, file) if file else None
         password = given.get("password") or (settings.store_password if credentials is None else "")
         if name is not None:
             if user or password or file:
-                raise self.explain("give either credential_provider or a user and password, not both")
+                raise self.explain(
+                    "give either credential_provider or a user and password, not both"
+                )
             given["credential_provider"] = ProvidedCredentials(name)
         elif password:
             given["password"] = password
@@ -133,7 +151,8 @@ class _StoreUrl:
             given["credential_provider"] = credentials
         elif user:
             raise self.explain(
-                "a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or in --store-password-file"
+                "a user needs a password, here as USER:PASSWORD@, in LOOPGUARD_STORE_PASSWORD or "
+                "in --store-password-file"
             )
 
     def explain(self, message: str) -> UsageError:
@@ -157,7 +176,9 @@ def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
 
 def _make_single(url: _StoreUrl) -> Layout:
     if len(url.hosts) != 1:
-        raise url.explain("it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://")
+        raise url.explain(
+            "it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://"
+        )
     access = url.make_access(url.path)
     return Layout(str(url.hosts[0]), access, access.make_pool(url.hosts[0]))
 
@@ -173,16 +194,24 @@ def _make_unix(url: _StoreUrl) -> Layout:
 def _make_sentinel(url: _StoreUrl) -> Layout:
     service, _, database = url.path.partition("/")
     if not url.hosts or not service:
-        raise url.explain(f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE")
+        raise url.explain(
+            f"it takes the form {url.scheme}+sentinel://HOST1:PORT,HOST2:PORT/SERVICE"
+        )
     access = url.make_access(database)
     return Layout(service, access, access.find_primary(url.hosts, service))
 
 
 def _make_cluster(url: _StoreUrl) -> Layout:
     if not url.hosts or url.path not in ("", "0"):
-        raise url.explain(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
+        raise url.explain(
+            f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no "
+            "databases)"
+        )
     if "{" in url.own.get("prefix", ""):
-        raise url.explain("the prefix must not contain {, because Loopguard chooses the hash tags of a cluster's keys")
+        raise url.explain(
+            "the prefix must not contain {, because Loopguard chooses the hash tags of a "
+            "cluster's keys"
+        )
     tags = url.parse_number(url.own.get("tags", str(TAGS)), "tags", 1)
     if tags > MAX_TAGS or tags & (tags - 1):
         raise url.explain(f"tags must be a power of two up to {MAX_TAGS}")

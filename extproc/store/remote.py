@@ -1,7 +1,8 @@
 """A store on servers: shards, and refusals that need no round trip.
 
-- **Shards.** Each server has a share of the keys, and its own health. While one is unavailable, only its keys cannot be
-  counted; a call with keys of several shards gets the answers of the others.
+- **Shards.** Each server has a share of the keys, and its own health. While one is unavailable,
+  only its keys cannot be counted; a call with keys of several shards gets the answers of the
+  others.
 - **Known refusals.** See `known_refusals`.
 """
 
@@ -27,7 +28,15 @@ from extproc.store.rules.chain import Trail
 from extproc.store.rules.session import Question, Step
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Count, Hit
-from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call, take_back_call, take_call
+from extproc.store.scripts import (
+    CountAnswer,
+    ScriptCall,
+    count_call,
+    push_call,
+    session_call,
+    take_back_call,
+    take_call,
+)
 from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections
 from extproc.store.topology import Layout, ShardServers
@@ -72,7 +81,9 @@ class _JoinedAnswers(Pending):
         if self._lost is None:
             self.settle(self._answers)
         elif any(answer is not None for answer in self._answers):
-            self.settle(None, PartlyAwayError(str(self._lost), kind=self._lost.kind, answers=self._answers))
+            self.settle(
+                None, PartlyAwayError(str(self._lost), kind=self._lost.kind, answers=self._answers)
+            )
         else:
             self.settle(None, self._lost)
 
@@ -80,11 +91,14 @@ class _JoinedAnswers(Pending):
 class RemoteStore:
     """A store on servers that share the keys; see `Store`."""
 
-    def __init__(self, layout: Layout, prefix: str, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, prefix: str, metrics: Metrics, timeout: float, *, whole: bool = False
+    ) -> None:
         """Start without connections.
 
-        Every key begins with `prefix`, and a request waits at most `timeout` seconds. With `whole`, a request is not counted at
-        all while one of its shards is known to be unavailable, because it will be refused.
+        Every key begins with `prefix`, and a request waits at most `timeout` seconds. With `whole`,
+        a request is not counted at all while one of its shards is known to be unavailable, because
+        it will be refused.
         """
         self._layout = layout
         self._prefix = prefix
@@ -115,22 +129,36 @@ class RemoteStore:
             await asyncio.gather(*[shard.start() for shard in new])
             self._assign()
 
-    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+    def hit(
+        self, hits: Sequence[Question], now: int | None = None
+    ) -> list[Any] | Awaitable[list[Any]]:
         """Count every hit once; answers at once if the verdict is certain.
 
         Raises:
-            StoreError: no server counts any of them. If only some do, the awaitable raises PartlyAwayError.
+            StoreError: no server counts any of them. If only some do, the awaitable raises
+                PartlyAwayError.
         """
-        if self._whole and self._only is None:  # all of a request or nothing; settlements and take-backs are always sent
+        if (
+            self._whole and self._only is None
+        ):  # all of a request or nothing; settlements and take-backs are always sent
             for question in hits:
-                if isinstance(question, Hit | Step) or (isinstance(question, Take) and not question.settles):
+                if isinstance(question, Hit | Step) or (
+                    isinstance(question, Take) and not question.settles
+                ):
                     self._find(question.key).check_open()
         if now is not None:
-            return self._ask(self._join_takes([self._make_call(hit, now) for hit in hits], now), _take_answers)
+            return self._ask(
+                self._join_takes([self._make_call(hit, now) for hit in hits], now), _take_answers
+            )
         if not self._known_refusals.knows_any:
-            return self._ask(self._join_takes([self._make_call(hit, None) for hit in hits], None), self._finish)
+            return self._ask(
+                self._join_takes([self._make_call(hit, None) for hit in hits], None), self._finish
+            )
         known = [self._known_refusals.answer(hit) if isinstance(hit, Hit) else None for hit in hits]
-        asked = self._join_takes([self._make_call(hit, None) for place, hit in enumerate(hits) if known[place] is None], None)
+        asked = self._join_takes(
+            [self._make_call(hit, None) for place, hit in enumerate(hits) if known[place] is None],
+            None,
+        )
         if not asked:
             return known
         counts = self._ask(asked, self._finish)
@@ -140,20 +168,31 @@ class RemoteStore:
         self, pushes: Sequence[AnyPush], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once; raises StoreError as `hit` does."""
-        return self._ask([push_call(pushed, now) for pushed in pushes], lambda _, answers: answers) if pushes else []
+        return (
+            self._ask([push_call(pushed, now) for pushed in pushes], lambda _, answers: answers)
+            if pushes
+            else []
+        )
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """See `Store`."""
         self._check_side(name)
         key = self._side_connections.name_key("secret", name)
-        _, found = await self._side_connections.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
+        _, found = await self._side_connections.ask(
+            name, [("SET", key, secret, "NX"), ("GET", key)]
+        )
         if not isinstance(found, bytes) or len(found) != len(secret):
-            raise StoreError(f"the value of {key} is not a secret of {len(secret)} bytes", kind="response")
+            raise StoreError(
+                f"the value of {key} is not a secret of {len(secret)} bytes", kind="response"
+            )
         return found
 
     async def share_marks(self, mark: bytes) -> dict[str, bytes]:
         """See `KeepingStore`."""
-        return {name: await self.share_secret(name, mark) for name in self._side_connections.list_subjects("epoch")}
+        return {
+            name: await self.share_secret(name, mark)
+            for name in self._side_connections.list_subjects("epoch")
+        }
 
     async def read_persistence(self) -> list[str]:
         """See `KeepingStore`; `unknown` for a server whose user may not ask."""
@@ -162,7 +201,11 @@ class RemoteStore:
             self._check_side(name)
             info = await self._ask_server(name, "INFO", "persistence")
             points = await self._ask_server(name, "CONFIG", "GET", "save")
-            found.append(classify_persistence(info.decode() if isinstance(info, bytes) else "", read_setting(points)))
+            found.append(
+                classify_persistence(
+                    info.decode() if isinstance(info, bytes) else "", read_setting(points)
+                )
+            )
         return found
 
     async def _ask_server(self, subject: str, *command: str) -> RedisReply:
@@ -178,7 +221,11 @@ class RemoteStore:
     def health(self) -> str:
         """`ok`, or a description of the trouble."""
         owners = dict.fromkeys(self._layout.owners)
-        away = [shard for name, shard in self._shards.copy().items() if name in owners and shard.trouble is not None]
+        away = [
+            shard
+            for name, shard in self._shards.copy().items()
+            if name in owners and shard.trouble is not None
+        ]
         if not away:
             return "ok"
         if len(away) == len(owners):
@@ -241,7 +288,9 @@ class RemoteStore:
         joined, lost = _JoinedAnswers(len(calls)), 0
         for shard, positions in shares.items():
             try:
-                joined.add(positions, shard.ask([calls[position] for position in positions], finish))
+                joined.add(
+                    positions, shard.ask([calls[position] for position in positions], finish)
+                )
             except StoreError as error:
                 joined.miss(error)
                 lost += 1
@@ -262,7 +311,8 @@ class RemoteStore:
 
     def _join_takes(self, calls: list[ScriptCall], now: int | None) -> list[ScriptCall]:
         """Group the takes in each hash slot. Takes are the last calls."""
-        if len(calls) < 2 or not isinstance(calls[-2].subject, Take):  # noqa: PLR2004  # one take is a group
+        # One take is a group
+        if len(calls) < 2 or not isinstance(calls[-2].subject, Take):  # noqa: PLR2004
             return calls
         tags = len(self._layout.tags)
         begun: set[int] = set()

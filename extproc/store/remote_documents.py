@@ -23,20 +23,37 @@ class RemoteDocuments:
         self._check = check
 
     async def put(  # noqa: PLR0913  # a document and its place
-        self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
+        self,
+        kind: str,
+        subject: str,
+        name: str,
+        document: bytes,
+        seconds: float,
+        now: int | None = None,
     ) -> None:
         """See `SharedDocuments`."""
         check_document(kind, name, document)
         bounds = KINDS[kind]
         most = bounds.max_documents, int(bounds.makes_room)
-        if not await self._run(kind, subject, "put", name, bounds.version + document, int(seconds * 1000), *most, now=now):
+        if not await self._run(
+            kind,
+            subject,
+            "put",
+            name,
+            bounds.version + document,
+            int(seconds * 1000),
+            *most,
+            now=now,
+        ):
             raise refuse_more()
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
         """See `SharedDocuments`."""
         return bool(await self._run(kind, subject, "drop", name, now=now))
 
-    async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
+    async def read(
+        self, kind: str, subject: str, known: str = "", now: int | None = None
+    ) -> Documents | None:
         """See `SharedDocuments`."""
         listed = await self._run(kind, subject, "list", known, now=now)
         if not isinstance(listed, list) or not all(isinstance(item, bytes) for item in listed):
@@ -57,14 +74,23 @@ class RemoteDocuments:
                     documents[name] = text[len(mark) :]
         return Documents(version, documents)
 
-    async def _run(self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None) -> RedisReply:
+    async def _run(
+        self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None
+    ) -> RedisReply:
         """Run the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
         self._check(subject)
-        keys = [self._connections.name_key(kind, subject, part) for part in ("ends", "documents", "version")]
+        keys = [
+            self._connections.name_key(kind, subject, part)
+            for part in ("ends", "documents", "version")
+        ]
         moment = -1 if now is None else now
-        [reply] = await self._connections.ask(subject, [("EVAL", _SCRIPT, len(keys), *keys, what, *arguments, moment)])
+        [reply] = await self._connections.ask(
+            subject, [("EVAL", _SCRIPT, len(keys), *keys, what, *arguments, moment)]
+        )
         return reply
 
 
 def _make_error(kind: str) -> StoreError:
-    return StoreError(f"the server did not answer with a list of {KINDS[kind].plural}", kind="response")
+    return StoreError(
+        f"the server did not answer with a list of {KINDS[kind].plural}", kind="response"
+    )

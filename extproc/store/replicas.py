@@ -1,7 +1,10 @@
-"""Counts the replicas that share a store. While it is unavailable, each of them enforces its share of every budget.
+"""Counts the replicas that share a store.
 
-Every few seconds, a replica writes its name to a board in the store, where it soon expires, and counts the names. Requests
-never wait for this. A replica that starts while the store is unavailable counts only itself.
+While it is unavailable, each of them enforces its share of every budget.
+
+Every few seconds, a replica writes its name to a board in the store, where it soon expires, and
+counts the names. Requests never wait for this. A replica that starts while the store is unavailable
+counts only itself.
 """
 # interpreted: waits for a network
 
@@ -28,8 +31,8 @@ KEPT_SECONDS: Final = 10.0
 class ReplicaCount:
     """The number of replicas, from several looks at the board.
 
-    A larger number applies at once. A smaller one applies after KEPT_SECONDS without one as large as before, because an emptied
-    store gets the names back one by one.
+    A larger number applies at once. A smaller one applies after KEPT_SECONDS without one as large
+    as before, because an emptied store gets the names back one by one.
 
     Attributes:
         number: replicas, including this one; 1 before the first look.
@@ -48,7 +51,9 @@ class ReplicaCount:
 class ReplicaWatch:
     """Announces this replica, and counts all of them."""
 
-    def __init__(self, store: Store, name: str, is_needed: Callable[[], bool], report: Callable[[int], None]) -> None:
+    def __init__(
+        self, store: Store, name: str, is_needed: Callable[[], bool], report: Callable[[int], None]
+    ) -> None:
         """Call `report` with the number after each look; no looks while `is_needed` is false."""
         self._store = store
         self._name = name
@@ -60,7 +65,9 @@ class ReplicaWatch:
         """Look periodically until cancelled."""
         while True:
             if self._is_needed():
-                with suppress(StoreError):  # the last number holds; the store reports its failure itself
+                with suppress(
+                    StoreError
+                ):  # the last number holds; the store reports its failure itself
                     await self.look(time.monotonic())
             await asyncio.sleep(_EVERY_SECONDS)
 

@@ -1,7 +1,7 @@
 """The scripts of a Redis store: for each its Lua file, the arguments for one key, and the parser of its reply.
 
-A script reads and writes any number of keys in one atomic step, so a batch of any size needs few commands. Its contract is at
-the top of its file.
+A script reads and writes any number of keys in one atomic step, so a batch of any size needs few
+commands. Its contract is at the top of its file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,35 @@ from typing import Any, Final
 from extproc.errors import StoreError
 from extproc.store.pushes import AnyPush
 from extproc.store.rules import read_script
-from extproc.store.rules.budget import ALONE, ANSWER, JOINED, MARKED, SERVER_CLOCK, Take, Taken, list_arguments
+from extproc.store.rules.budget import (
+    ALONE,
+    ANSWER,
+    JOINED,
+    MARKED,
+    SERVER_CLOCK,
+    Take,
+    Taken,
+    list_arguments,
+)
 from extproc.store.rules.chain import read_trail
 from extproc.store.rules.ring import Push, read_entries, split_records
 from extproc.store.rules.root import ROOT_SIZE, RootSearch
-from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
+from extproc.store.rules.session import (
+    Question,
+    Settlement,
+    Step,
+    pack_question,
+    read_standing,
+    weigh,
+)
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 MAX_WEIGHT: Final = 16
-"""Maximum total weight of calls in one command. A script blocks the server for all clients: 1 ms at worst."""
+"""Maximum total weight of calls in one command.
+
+A script blocks the server for all clients: 1 ms at worst.
+"""
 
 
 def write_word(word: str | int | bytes) -> bytes:
@@ -40,10 +59,13 @@ class Script:
         sha: the server's name for the script.
         by_name: the start of an EVALSHA command.
         whole: the start of an EVAL command, which also loads the script.
-        read: splits the server's reply by calls, given their number; raises StoreError if it is malformed.
+        read: splits the server's reply by calls, given their number; raises StoreError if it is
+            malformed.
     """
 
-    def __init__(self, name: str, read: Callable[[object, int], list[Any]], parts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, name: str, read: Callable[[object, int], list[Any]], parts: tuple[str, ...] = ()
+    ) -> None:
         """Read its file, preceded by `parts`."""
         text = "".join([read_script(part) for part in (*parts, name)]).encode()
         self.sha = hashlib.sha1(text).hexdigest()  # noqa: S324  # not a secret
@@ -136,7 +158,15 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     moment = -1 if now is None else now
     is_log = hit.window_type == "sliding_log"
     last = hit.count_to if is_log else int(hit.window_type == "fixed")
-    arguments = (hit.window_ms, hit.threshold, hit.cooldown_ms, int(hit.count_refused), last, times + owed, moment)
+    arguments = (
+        hit.window_ms,
+        hit.threshold,
+        hit.cooldown_ms,
+        int(hit.count_refused),
+        last,
+        times + owed,
+        moment,
+    )
     return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
@@ -161,7 +191,8 @@ def _read_takes(reply: object, calls: int) -> list[Taken]:
     if not isinstance(reply, bytes) or len(reply) != ANSWER.size * calls:
         raise _make_error()
     return [
-        Taken(granted, fits, left, wait, start, reset) for granted, fits, left, wait, start, reset in ANSWER.iter_unpack(reply)
+        Taken(granted, fits, left, wait, start, reset)
+        for granted, fits, left, wait, start, reset in ANSWER.iter_unpack(reply)
     ]
 
 
@@ -203,8 +234,18 @@ def push_call(pushed: AnyPush, now: int | None = None) -> ScriptCall:
     if isinstance(pushed, RootSearch):
         return ScriptCall(_ROOTS, pushed, (pushed.parent, pushed.ttl_ms), 0, (pushed.parent_key,))
     if isinstance(pushed, Push):
-        return ScriptCall(_RING, pushed, (pushed.entry, pushed.request, pushed.size, pushed.ttl_ms, moment))
+        return ScriptCall(
+            _RING, pushed, (pushed.entry, pushed.request, pushed.size, pushed.ttl_ms, moment)
+        )
     others = (pushed.usage, pushed.before or pushed.key, pushed.own or pushed.key, *pushed.parents)
     given = (len(pushed.parents), pushed.near, int(pushed.before != ""), int(pushed.own != ""))
-    arguments = (pushed.node, *given, pushed.entry, pushed.ttl_ms, pushed.most, pushed.fresh, moment)
+    arguments = (
+        pushed.node,
+        *given,
+        pushed.entry,
+        pushed.ttl_ms,
+        pushed.most,
+        pushed.fresh,
+        moment,
+    )
     return ScriptCall(_CHAIN, pushed, arguments, 0, others, 1)

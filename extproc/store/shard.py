@@ -1,13 +1,17 @@
 """One server of a remote store: batches, deadlines, a circuit breaker.
 
-- **Batches.** Calls that arrive during a round trip go together in the next one, which under load waits a few milliseconds for
-  more of them. The cost of a request falls as load rises, and an idle server adds no delay.
-- **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
-- **Breaker.** The first round trip that fails or exceeds the timeout opens it. Calls then fail at once, so the caller counts
-  locally. Only probes reach the server until one of them succeeds.
+- **Batches.** Calls that arrive during a round trip go together in the next one, which under load
+  waits a few milliseconds for more of them. The cost of a request falls as load rises, and an idle
+  server adds no delay.
+- **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the
+  one before.
+- **Breaker.** The first round trip that fails or exceeds the timeout opens it. Calls then fail at
+  once, so the caller counts locally. Only probes reach the server until one of them succeeds.
 
-Worst case: a server that hangs delays the requests of that moment by one timeout, and no later ones. A request that was sent
-but not answered may have counted, and is never sent again. Other shards are unaffected: each has its own queue and connections.
+Worst case: a server that hangs delays the requests of that moment by one timeout, and no later
+    ones. A request that was sent
+but not answered may have counted, and is never sent again. Other shards are unaffected: each has
+    its own queue and connections.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ _GATHER_SECONDS = 0.0002
 _GATHER_AT_MOST = 0.004
 """The pause between two round trips, in seconds: per caller in the last one, times the number of shards; and the maximum.
 
-The callers are spread over the shards. A round trip costs as much as twenty of its calls, so gathering pays above some 5,000
-requests a second. Below that, no call waits for others.
+The callers are spread over the shards. A round trip costs as much as twenty of its calls, so
+gathering pays above some 5,000 requests a second. Below that, no call waits for others.
 """
 
 _SECOND_LOOK = 0.002
@@ -78,7 +82,10 @@ class _RoundTrip:
 
 
 class Shard:
-    """One server of a store. `trouble` is why it is unavailable; `sharing` is the number of shards of the store."""
+    """One server of a store.
+
+    `trouble` is why it is unavailable; `sharing` is the number of shards of the store.
+    """
 
     def __init__(  # noqa: PLR0913  # the parts of a shard
         self,
@@ -90,7 +97,10 @@ class Shard:
         *,
         alone: bool,
     ) -> None:
-        """Start without connections. `name` is empty for keys whose server is unknown; an opening breaker calls `on_lost`."""
+        """Start without connections.
+
+        `name` is empty for keys whose server is unknown; an opening breaker calls `on_lost`.
+        """
         self.trouble: StoreError | None = None
         self.sharing = 1
         self.name = name or _UNASSIGNED
@@ -144,7 +154,8 @@ class Shard:
     async def close(self) -> None:
         """Send waiting calls, then drop the connections."""
         self._closed = True
-        while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110  # at most until a deadline
+        # At most until a deadline
+        while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110
             await asyncio.sleep(_LAST_LOOK)
         self.trouble = self.trouble or StoreError("closed", kind="closed")
         if (probing := self._probing) is not None:
@@ -173,9 +184,15 @@ class Shard:
                 self._metrics.store_batch_size.observe(len(calls))
                 loop = asyncio.get_running_loop()
                 self._sent_at = loop.time()
-                self._pause = min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch) * self.sharing) if len(batch) > 1 else 0.0
+                self._pause = (
+                    min(_GATHER_AT_MOST, _GATHER_SECONDS * len(batch) * self.sharing)
+                    if len(batch) > 1
+                    else 0.0
+                )
                 replies = self._backend.call(calls)
-                round_trip = self._round_trip = _RoundTrip(replies, batch, self._sent_at + self._timeout)
+                round_trip = self._round_trip = _RoundTrip(
+                    replies, batch, self._sent_at + self._timeout
+                )
                 if replies.done:
                     self._finish_batch(round_trip)
                 else:
@@ -216,7 +233,9 @@ class Shard:
             first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
             if first:
                 loop = asyncio.get_running_loop()
-                self._clock = loop.call_at(min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire)
+                self._clock = loop.call_at(
+                    min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire
+                )
 
     def _expire(self) -> None:
         """Fail callers whose deadline has passed; a round trip that takes too long is a failure of the server."""

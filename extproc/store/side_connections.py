@@ -23,7 +23,10 @@ _SECONDS = 2.0
 
 
 class SideConnections:
-    """Connections to the servers of a layout. All keys of a subject are in one hash slot; no server delays another."""
+    """Connections to the servers of a layout.
+
+    All keys of a subject are in one hash slot; no server delays another.
+    """
 
     def __init__(self, layout: Layout, prefix: str) -> None:
         """Start without connections; every key starts with `prefix`."""
@@ -39,7 +42,10 @@ class SideConnections:
         parts: dict[str, int] = {}
         for part, owner in enumerate(self._layout.owners):
             parts.setdefault(owner, part)
-        return [next(name for n in count() if self.find_part(name := f"{kind}:{n}") == part) for part in parts.values()]
+        return [
+            next(name for n in count() if self.find_part(name := f"{kind}:{n}") == part)
+            for part in parts.values()
+        ]
 
     def name_key(self, kind: str, subject: str, *below: str) -> str:
         """The key of a kind of state and a subject."""
@@ -56,10 +62,16 @@ class SideConnections:
         tag = self._find_tag(subject)
         try:
             async with asyncio.timeout(_SECONDS):
-                replies = await exchange(self._layout.open_pool(await self._layout.locate(tag)), commands)
-                if any(isinstance(reply, AskError) for reply in replies):  # their slot has moved, or is moving
+                replies = await exchange(
+                    self._layout.open_pool(await self._layout.locate(tag)), commands
+                )
+                if any(
+                    isinstance(reply, AskError) for reply in replies
+                ):  # their slot has moved, or is moving
                     await self._layout.learn()
-                    replies = await exchange(self._layout.open_pool(await self._layout.locate(tag)), commands)
+                    replies = await exchange(
+                        self._layout.open_pool(await self._layout.locate(tag)), commands
+                    )
         except TimeoutError:
             raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
         for reply in replies:

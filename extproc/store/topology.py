@@ -1,7 +1,9 @@
 """Which server has which keys: a single server, the primary that Sentinels name, or a cluster.
 
-A layout maps hash tags to servers. Each shard opens its own connections when needed. This module never decides that a server is
-down: it raises an error, the shard's breaker drops the connections, and the next probe looks up the servers again.
+A layout maps hash tags to servers. Each shard opens its own connections when needed. This module
+never decides that a server is
+down: it raises an error, the shard's breaker drops the connections, and the next probe looks up the
+    servers again.
 """
 # interpreted: waits for a network
 
@@ -26,7 +28,10 @@ _MOST_SHOWN = 3
 def spread_tags(tags: int) -> tuple[str, ...]:
     """Hash tags with evenly spread slots, so that every primary gets its share."""
     width = REDIS_CLUSTER_HASH_SLOTS // tags
-    return tuple(next(str(n) for n in count() if key_slot(b"%d" % n) // width == share) for share in range(tags))
+    return tuple(
+        next(str(n) for n in count() if key_slot(b"%d" % n) // width == share)
+        for share in range(tags)
+    )
 
 
 class Layout:
@@ -50,7 +55,10 @@ class Layout:
     def open_pool(self, place: ServerAddress) -> ConnectionPool:
         """redis-py's connections to a server; raises StoreError if this layout has no such server."""
         if place not in self.pools:
-            raise StoreError(f"the server is part of a cluster and redirects to {place}; use redis+cluster://", kind="cluster")
+            raise StoreError(
+                f"the server is part of a cluster and redirects to {place}; use redis+cluster://",
+                kind="cluster",
+            )
         return self.pools[place]
 
     async def locate(self, tag: str) -> ServerAddress:
@@ -71,7 +79,8 @@ class Layout:
 class _Node(ClusterNode):
     """A node that is asked for slots, with a deadline."""
 
-    async def execute_command(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401  # see redis-py
+    # See redis-py
+    async def execute_command(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         """See redis-py."""
         async with asyncio.timeout(LOOK_SECONDS):
             return await super().execute_command(*arguments, **options)
@@ -105,7 +114,9 @@ class ClusterLayout(Layout):
         if tag not in self.places:
             await self.learn()
         if tag not in self.places:
-            raise StoreError(f"no node of the cluster has slot {key_slot(tag.encode())}", kind="cluster")
+            raise StoreError(
+                f"no node of the cluster has slot {key_slot(tag.encode())}", kind="cluster"
+            )
         return self.places[tag]
 
     def move(self, tag: str, place: ServerAddress) -> None:
@@ -115,13 +126,19 @@ class ClusterLayout(Layout):
     async def learn(self) -> None:
         """Have redis-py ask one node after another for the slots; raises StoreError if none answers.
 
-        Any may be first, because a partitioned node has an outdated view. They are asked over separate connections. The URL's
+        Any may be first, because a partitioned node has an outdated view. They are asked over
+        separate connections. The URL's
         nodes are always among them: in Kubernetes, a restart may give every node a new address.
         """
         arguments = {**self.access.arguments, "connection_class": self.access.kind}
         places = dict.fromkeys([*self._known, *self._seeds])
         nodes: list[ClusterNode] = [_Node(place.host, place.port, **arguments) for place in places]
-        manager = NodesManager(nodes, require_full_coverage=False, connection_kwargs=arguments, dynamic_startup_nodes=False)
+        manager = NodesManager(
+            nodes,
+            require_full_coverage=False,
+            connection_kwargs=arguments,
+            dynamic_startup_nodes=False,
+        )
         try:
             await manager.initialize()
         except Exception as error:  # noqa: BLE001  # a server can answer anything
@@ -131,8 +148,16 @@ class ClusterLayout(Layout):
         finally:
             await manager.aclose("startup_nodes")
         owners = {tag: manager.slots_cache.get(key_slot(tag.encode())) for tag in self.tags}
-        self._assign({tag: ServerAddress(nodes[0].host, int(nodes[0].port)) for tag, nodes in owners.items() if nodes})
-        self._known = [ServerAddress(node.host, int(node.port)) for node in manager.nodes_cache.values()]
+        self._assign(
+            {
+                tag: ServerAddress(nodes[0].host, int(nodes[0].port))
+                for tag, nodes in owners.items()
+                if nodes
+            }
+        )
+        self._known = [
+            ServerAddress(node.host, int(node.port)) for node in manager.nodes_cache.values()
+        ]
 
     def _assign(self, places: dict[str, ServerAddress]) -> None:
         if places != self.places:
@@ -171,7 +196,9 @@ class ShardServers:
         if link is None or not link.is_usable():
             if link is not None:
                 link.drop()
-            link = self._links[place] = await self._layout.access.open(self._layout.open_pool(place))
+            link = self._links[place] = await self._layout.access.open(
+                self._layout.open_pool(place)
+            )
         return link
 
     def move(self, tag: str, place: ServerAddress) -> None:

@@ -1,8 +1,9 @@
 """Accepts connections, a few per iteration of the event loop.
 
-A TLS handshake takes a millisecond of the event loop, so few of them begin in each iteration. A connection waits until its
-peer has sent something, then in the queue of its address. Addresses take turns, so one that opens thousands of connections
-does not delay the others. If too many connections wait, the address with the most loses one.
+A TLS handshake takes a millisecond of the event loop, so few of them begin in each iteration. A
+connection waits until its peer has sent something, then in the queue of its address. Addresses take
+turns, so one that opens thousands of connections does not delay the others. If too many connections
+wait, the address with the most loses one.
 """
 # interpreted: waits for sockets and OpenSSL
 
@@ -54,7 +55,8 @@ class Acceptor:
             listening: the listening socket.
             connect: starts serving a connection; returns after its handshake.
             make_room: returns whether another connection is allowed.
-            handshake_seconds: time for a peer to begin its handshake; None without TLS, so that no connection waits.
+            handshake_seconds: time for a peer to begin its handshake; None without TLS, so that no
+                connection waits.
         """
         self.socket = listening
         self._connect = connect
@@ -76,7 +78,10 @@ class Acceptor:
             return  # closed before
         self._loop.remove_reader(self.socket)
         self.socket.close()
-        for waiting in [*self._silent.values(), *(waiting for queue in self._queues.values() for waiting in queue)]:
+        for waiting in [
+            *self._silent.values(),
+            *(waiting for queue in self._queues.values() for waiting in queue),
+        ]:
             self._close_waiting(waiting)
         self._silent.clear()
         self._queues.clear()
@@ -98,7 +103,11 @@ class Acceptor:
             elif self._handshake_seconds is None:
                 self._begin(connection, "")
             else:
-                self._await_first_bytes(connection, str(peer[0]) if isinstance(peer, tuple) else "", self._handshake_seconds)
+                self._await_first_bytes(
+                    connection,
+                    str(peer[0]) if isinstance(peer, tuple) else "",
+                    self._handshake_seconds,
+                )
 
     def _pause(self, error: OSError) -> None:
         self._log("cannot accept connections", error=str(error))
@@ -174,7 +183,9 @@ class Acceptor:
     def _end_oldest(self) -> None:
         """End the oldest handshake of the address with the most."""
         busiest, _ = Counter(begun.address for begun in self._handshakes.values()).most_common(1)[0]
-        task, begun = next((task, begun) for task, begun in self._handshakes.items() if begun.address == busiest)
+        task, begun = next(
+            (task, begun) for task, begun in self._handshakes.items() if begun.address == busiest
+        )
         del self._handshakes[task]
         with contextlib.suppress(OSError):  # it may be over
             begun.socket.shutdown(socket.SHUT_RDWR)

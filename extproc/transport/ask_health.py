@@ -10,7 +10,9 @@ from extproc.settings import Address
 from extproc.transport.health import HEALTH
 
 
-def ask_health(address: Address, timeout: float, credentials: object = None, server_name: str = "") -> str:
+def ask_health(
+    address: Address, timeout: float, credentials: object = None, server_name: str = ""
+) -> str:
     """Check a server; returns its status, such as `SERVING`, or the error.
 
     Args:
@@ -27,8 +29,12 @@ def ask_health(address: Address, timeout: float, credentials: object = None, ser
     else:
         channel = grpc.secure_channel(address.text, credentials, options)
     with channel:
-        check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)
+        check = channel.unary_unary(
+            f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
+        )
         try:
-            return HealthCheckResponse.ServingStatus.Name(check(HealthCheckRequest(), timeout=timeout).status)
+            return HealthCheckResponse.ServingStatus.Name(
+                check(HealthCheckRequest(), timeout=timeout).status
+            )
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"

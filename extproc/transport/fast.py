@@ -1,10 +1,11 @@
 """The default transport: sockets and tasks around `grpc.GrpcConnection`; serves ext_proc, access logs and grpc.health.v1.
 
-Messages that arrive in one read are answered in one write, so the cost of the sockets falls as load rises. A message that the
-service answers at once does not become a task. Tasks only wait for a store or for the delay of a throttled request.
+Messages that arrive in one read are answered in one write, so the cost of the sockets falls as load
+rises. A message that the service answers at once does not become a task. Tasks only wait for a
+store or for the delay of a throttled request.
 
-Connections take turns. After a bounded amount of work, or a large read, a connection stops reading until the next iteration of
-the event loop, so that it does not delay the others.
+Connections take turns. After a bounded amount of work, or a large read, a connection stops reading
+until the next iteration of the event loop, so that it does not delay the others.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class _Serving(Listener):
 
     Attributes:
         stream: the stream; None for a watch.
-        task: the task that the answer waits for, or the watch itself; cancelled if the call ends first.
+        task: the task that the answer waits for, or the watch itself; cancelled if the call ends
+            first.
     """
 
     def __init__(self, peer: _Peer, call: Call, stream: Stream | None) -> None:
@@ -117,13 +119,16 @@ class _Peer(asyncio.Protocol):
         return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # a stream server passes this type, or uvloop's own
+        self._transport = cast(
+            "asyncio.Transport", transport
+        )  # a stream server passes this type, or uvloop's own
         keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
         self._hello = self._loop.call_later(self._server.hello_seconds, self._check_hello)
         self._flush()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the protocol's signature
+    # The protocol's signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """End all calls: the peer has disconnected."""
         self._server.peers.discard(self)
         self._server.retiring.discard(self)
@@ -186,7 +191,10 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def retire(self) -> None:
-        """Send an idle peer a GOAWAY and close the connection after a pause. Streams opened meanwhile are served."""
+        """Send an idle peer a GOAWAY and close the connection after a pause.
+
+        Streams opened meanwhile are served.
+        """
         self._server.retiring.add(self)
         self.shut()
         self._loop.call_later(_RETIRED_SECONDS, self._close_if_idle)
@@ -262,20 +270,26 @@ class _Peer(asyncio.Protocol):
             reply.notify(serving)
         else:
             # The loop's create_task would make up a name.
-            serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
+            serving.task = asyncio.Task(
+                self._process_later(call, serving, reply), loop=self._loop, name="answer"
+            )
 
     def settle(self, serving: _Serving, later: Later) -> None:
         """The store has answered."""
         call, reply = serving.call, later.finish()
         if reply.hold_ms:
-            serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
+            serving.task = asyncio.Task(
+                self._process_later(call, serving, reply), loop=self._loop, name="answer"
+            )
             return
         serving.task = None
         self._answer(call, reply)
         self._grpc.resume(call)
         self._schedule()
 
-    async def _process_later(self, call: Call, serving: _Serving, reply: Reply | Awaitable[Reply]) -> None:
+    async def _process_later(
+        self, call: Call, serving: _Serving, reply: Reply | Awaitable[Reply]
+    ) -> None:
         settled = reply if isinstance(reply, Reply) else await reply
         if settled.hold_ms:
             if settled.first:
@@ -315,7 +329,10 @@ class _Peer(asyncio.Protocol):
             self._finish(call, grpc.OK)
 
     def _give_up(self, call: Call, stream: Stream) -> None:
-        """Stop waiting for the body: after status OK, Envoy continues the request. In duplex mode, pass the body on first."""
+        """Stop waiting for the body: after status OK, Envoy continues the request.
+
+        In duplex mode, pass the body on first.
+        """
         for message in stream.take_handed_on():
             self._grpc.send(call, message)
         if not stream.carries:
@@ -402,11 +419,20 @@ class FastServer:
         loop = asyncio.get_running_loop()
         tls = certificates.make_listen_options(self.hello_seconds) if certificates else {}
         connect = partial(loop.connect_accepted_socket, lambda: _Peer(self), **tls)
-        self._acceptor = Acceptor(listening, connect, self._make_room, self.hello_seconds if certificates else None)
-        return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
+        self._acceptor = Acceptor(
+            listening, connect, self._make_room, self.hello_seconds if certificates else None
+        )
+        return (
+            address.text
+            if address.is_unix
+            else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
+        )
 
     def _make_room(self) -> bool:
-        """Whether another connection is allowed. Above the limit, the longest idle ones get a GOAWAY."""
+        """Whether another connection is allowed.
+
+        Above the limit, the longest idle ones get a GOAWAY.
+        """
         most = self.service.settings.max_connections
         if len(self.peers) < most:
             return True

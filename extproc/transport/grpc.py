@@ -1,10 +1,11 @@
 """gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), server side, without a socket: bytes in, events out, bytes to send.
 
-A call lasts from its headers to its status. Its owner learns about it with the first message, so calls without messages cost
-no more than streams. Requests that are not gRPC, or that call an unknown method, are refused here.
+A call lasts from its headers to its status. Its owner learns about it with the first message, so
+calls without messages cost no more than streams. Requests that are not gRPC, or that call an
+unknown method, are refused here.
 
-A call is over when its status is sent, the peer has cancelled it, or it broke a rule. Then nothing more is delivered, and
-anything that its owner sends is dropped.
+A call is over when its status is sent, the peer has cancelled it, or it broke a rule. Then nothing
+more is delivered, and anything that its owner sends is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ MAX_MESSAGE: Final = 64 * 2**20
 METADATA_PREFIX: Final = b"x-loopguard-"
 MAX_METADATA: Final = 16
 MAX_SILENT: Final = 1_000
-"""Maximum number of calls without a message per connection; the oldest is dropped. Envoy sends a message at once."""
+"""Maximum number of calls without a message per connection; the oldest is dropped.
+
+Envoy sends a message at once.
+"""
 
 _LONG: Final = 4_096
 """From this length on, copying a message costs more than writing it in pieces."""
@@ -62,7 +66,9 @@ class Call:
         over: whether the call has ended; nothing more is delivered.
     """
 
-    def __init__(self, stream: Http2Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool) -> None:
+    def __init__(
+        self, stream: Http2Stream, method: bytes, metadata: list[tuple[str, str]], *, single: bool
+    ) -> None:
         self.stream = stream
         self.number = stream.number
         self.method = method
@@ -109,7 +115,8 @@ Event: TypeAlias = MessageReceived | HalfClosed | CallEnded
 class GrpcConnection:
     """All calls of one connection.
 
-    Pass data to `receive`, then take events from `next_event` until there are none, then send what `data_to_send` returns.
+    Pass data to `receive`, then take events from `next_event` until there are none, then send what
+    `data_to_send` returns.
 
     Attributes:
         calls: calls that are not over, by number.
@@ -211,7 +218,11 @@ class GrpcConnection:
         self._start(call)
         pieces: list[bytes | memoryview] = []
         for message in messages:
-            size = len(message) if isinstance(message, bytes) else sum([len(piece) for piece in message])
+            size = (
+                len(message)
+                if isinstance(message, bytes)
+                else sum([len(piece) for piece in message])
+            )
             pieces.append(size.to_bytes(_PREFIX, "big"))
             pieces += [message] if isinstance(message, bytes) else message
         self._http.send_long(call.stream, pieces, _OK_TRAILERS if last else None)
@@ -268,11 +279,15 @@ class GrpcConnection:
         path = find_method(got.headers)
         if not path:
             self._http.respond(got.stream, _NOT_GRPC)
-            self._http.send(got.stream, b"this port speaks gRPC: %b\n" % b" ".join(self._methods), b"")
+            self._http.send(
+                got.stream, b"this port speaks gRPC: %b\n" % b" ".join(self._methods), b""
+            )
             return None
         single = self._methods.get(path)
         if single is None:
-            self._http.respond(got.stream, encode_trailers(UNIMPLEMENTED, "unknown method", only=True), end=True)
+            self._http.respond(
+                got.stream, encode_trailers(UNIMPLEMENTED, "unknown method", only=True), end=True
+            )
             return None
         call = Call(got.stream, path, read_metadata(got.headers), single=single)
         self.calls[call.number] = self._silent[call.number] = call
@@ -282,7 +297,9 @@ class GrpcConnection:
         elif got.ended:
             self.finish(call, OK)
         elif len(self._silent) > MAX_SILENT:
-            self.finish(next(iter(self._silent.values())), RESOURCE_EXHAUSTED, "too many silent calls")
+            self.finish(
+                next(iter(self._silent.values())), RESOURCE_EXHAUSTED, "too many silent calls"
+            )
         return None
 
     def _on_data(self, got: DataReceived) -> Event | None:
@@ -297,7 +314,9 @@ class GrpcConnection:
 
     def _buffer(self, call: Call, data: bytes) -> Event | None:
         if not self._http.share.take(len(data)):
-            return self._refuse(call, ProtocolError("too much data in incomplete messages", code=RESOURCE_EXHAUSTED))
+            return self._refuse(
+                call, ProtocolError("too much data in incomplete messages", code=RESOURCE_EXHAUSTED)
+            )
         call.received += data
         if not call.busy:
             self._ready.append(call)
@@ -371,7 +390,9 @@ class GrpcConnection:
 
 def read_metadata(headers: Block) -> list[tuple[str, str]]:
     """Loopguard's part of a request's metadata; the rest is dropped."""
-    ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][:MAX_METADATA]
+    ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][
+        :MAX_METADATA
+    ]
     return [(field.name.decode("latin-1"), field.value.decode("latin-1")) for field in ours]
 
 
@@ -383,13 +404,17 @@ def read_size(data: bytearray) -> int:
         raise ProtocolError("compressed messages are not supported", code=UNIMPLEMENTED)
     size = int.from_bytes(data[:_PREFIX], "big")
     if size > MAX_MESSAGE:
-        raise ProtocolError(f"a message of {size} bytes; the limit is {MAX_MESSAGE}", code=RESOURCE_EXHAUSTED)
+        raise ProtocolError(
+            f"a message of {size} bytes; the limit is {MAX_MESSAGE}", code=RESOURCE_EXHAUSTED
+        )
     return _PREFIX + size
 
 
 def find_method(headers: Block) -> bytes:
     """The method that a request calls, or empty if the request is not gRPC."""
-    is_call = headers.method == b"POST" and headers.content_type.lower().startswith(b"application/grpc")
+    is_call = headers.method == b"POST" and headers.content_type.lower().startswith(
+        b"application/grpc"
+    )
     return headers.path if is_call else b""
 
 

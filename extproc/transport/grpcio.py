@@ -32,7 +32,8 @@ close may overtake that call's status. Envoy keeps the call open while it waits 
 """
 
 _OPTIONS = [
-    # gRPC's own limits (4 MiB per message, 8 KiB of metadata) would refuse requests that Envoy accepts.
+    # gRPC's own limits (4 MiB per message, 8 KiB of metadata) would refuse requests that Envoy
+    # accepts.
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_metadata_size", 1 << 20),
@@ -76,8 +77,12 @@ class GrpcServer:
         self._service = service
         most = ("grpc.max_allowed_incoming_connections", service.settings.max_connections)
         self._server = grpc.aio.server(options=[*_OPTIONS, most])
-        process = grpc.stream_stream_rpc_method_handler(self._process)  # bytes in, bytes out: the service parses
-        log_access = grpc.stream_unary_rpc_method_handler(self._log_access, None, StreamAccessLogsResponse.SerializeToString)
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process
+        )  # bytes in, bytes out: the service parses
+        log_access = grpc.stream_unary_rpc_method_handler(
+            self._log_access, None, StreamAccessLogsResponse.SerializeToString
+        )
         self._endless: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self._health = health
@@ -108,7 +113,9 @@ class GrpcServer:
                 self._certificates = certificates
                 port = self._server.add_secure_port(address.text, _make_credentials(certificates))
         except RuntimeError as error:
-            raise LoopguardError(f"cannot listen on {address.text}: {error}; choose another with --listen") from None
+            raise LoopguardError(
+                f"cannot listen on {address.text}: {error}; choose another with --listen"
+            ) from None
         await self._server.start()
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
 
@@ -121,8 +128,13 @@ class GrpcServer:
 
     async def _check_peer(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         """End the call of a client whose certificate has no allowed name; grpc cannot check this in the handshake."""
-        if self._certificates is not None and not self._certificates.admits(read_names(context.auth_context())):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "no --tls-client-san is among your certificate's names")
+        if self._certificates is not None and not self._certificates.admits(
+            read_names(context.auth_context())
+        ):
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "no --tls-client-san is among your certificate's names",
+            )
 
     async def _process(self, _: Any, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         await self._check_peer(context)
@@ -134,7 +146,8 @@ class GrpcServer:
             if stream.carries:
                 writer.push(stream.take_handed_on())
             elif self._service.released:
-                # grpc cannot end a call cleanly while it reads; only a shutdown justifies that. Else the next message ends it.
+                # grpc cannot end a call cleanly while it reads; only a shutdown justifies that.
+                # Else the next message ends it.
                 call.cancel()
 
         stream.on_given_up = give_up
@@ -154,7 +167,9 @@ class GrpcServer:
             async with asyncio.timeout(None) as patience:
                 while (data := await context.read()) is not grpc.aio.EOF:
                     reply = stream.receive(data)
-                    if not await self._answer(stream, writer, reply if isinstance(reply, Reply) else await reply):
+                    if not await self._answer(
+                        stream, writer, reply if isinstance(reply, Reply) else await reply
+                    ):
                         continue
                     if self._health.serving:
                         return
@@ -172,7 +187,11 @@ class GrpcServer:
             await writer.write([reply.join_answer(), *reply.rest])
         return reply.done
 
-    async def _log_access(self, messages: AsyncIterator[bytes], context: Any) -> StreamAccessLogsResponse:  # noqa: ANN401  # grpc is untyped
+    async def _log_access(
+        self,
+        messages: AsyncIterator[bytes],
+        context: Any,  # noqa: ANN401  # grpc is untyped
+    ) -> StreamAccessLogsResponse:
         await self._check_peer(context)
         try:
             with self._until_stop():
@@ -189,7 +208,11 @@ class GrpcServer:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return answer
 
-    async def _watch(self, request: HealthCheckRequest, context: Any) -> AsyncIterator[HealthCheckResponse]:  # noqa: ANN401  # grpc is untyped
+    async def _watch(
+        self,
+        request: HealthCheckRequest,
+        context: Any,  # noqa: ANN401  # grpc is untyped
+    ) -> AsyncIterator[HealthCheckResponse]:
         await self._check_peer(context)
         with self._until_stop():
             async for answer in self._health.watch(request.service):
@@ -222,7 +245,11 @@ _SAN_KINDS = {"peer_dns": "DNS", "peer_uri": "URI", "peer_ip": "IP Address"}
 
 def read_names(properties: Mapping[str, Iterable[bytes]]) -> list[SubjectName]:
     """The subjectAltNames in gRPC's authentication context."""
-    return [make_name(kind, value.decode("latin-1")) for name, kind in _SAN_KINDS.items() for value in properties.get(name, ())]
+    return [
+        make_name(kind, value.decode("latin-1"))
+        for name, kind in _SAN_KINDS.items()
+        for value in properties.get(name, ())
+    ]
 
 
 def _make_credentials(certificates: Certificates) -> grpc.ServerCredentials:
@@ -237,7 +264,9 @@ def _make_credentials(certificates: Certificates) -> grpc.ServerCredentials:
         given = newest
         return _configure(newest)
 
-    return grpc.dynamic_ssl_server_credentials(_configure(given), fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(
+        _configure(given), fetch, require_client_authentication=True
+    )
 
 
 def _configure(pem: Pem) -> grpc.ServerCertificateConfiguration:

@@ -1,10 +1,12 @@
 """Header blocks (HPACK, RFC 7541): a decoder, and an encoder that writes only literals.
 
-Loopguard sets SETTINGS_HEADER_TABLE_SIZE to 0. Once the peer's encoder has shrunk its table, a block's meaning depends on its
-bytes alone, on every connection. The meaning of a field without a reference to the dynamic table always does. Envoy repeats
-nearly all of its fields and most of its blocks, so both are cached by their bytes, for all connections. The cache is exact.
+Loopguard sets SETTINGS_HEADER_TABLE_SIZE to 0. Once the peer's encoder has shrunk its table, a
+block's meaning depends on its bytes alone, on every connection. The meaning of a field without a
+reference to the dynamic table always does. Envoy repeats nearly all of its fields and most of its
+blocks, so both are cached by their bytes, for all connections. The cache is exact.
 
-All work for a peer is bounded: the bytes of a block before and after decoding, the number of its fields, and the cache.
+All work for a peer is bounded: the bytes of a block before and after decoding, the number of its
+    fields, and the cache.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _KINDS: Final = {
     b"content-type": CONTENT_TYPE,
     b"te": TE,
 }
-_CONNECTION_FIELDS: Final = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
+_CONNECTION_FIELDS: Final = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
+)
 _LENGTH_DIGITS: Final = 18
 
 _TABLE_SIZE: Final = 4_096
@@ -93,7 +97,8 @@ class Field:
 def classify(name: bytes, value: bytes) -> int:
     """A field's kind; MALFORMED if no request may have it (RFC 9113 sections 8.2 and 8.3)."""
     kind = classify_name(name)
-    if 13 in value or 10 in value or 0 in value:  # noqa: PLR2004  # CR, LF, NUL; compiled code reads literals fastest
+    # CR, LF, NUL; compiled code reads literals fastest
+    if 13 in value or 10 in value or 0 in value:  # noqa: PLR2004
         return MALFORMED
     if kind == REGULAR:
         return REGULAR
@@ -107,7 +112,12 @@ def classify(name: bytes, value: bytes) -> int:
 def classify_name(name: bytes) -> int:
     """The kind of fields with that name."""
     kind = _KINDS.get(name, REGULAR)
-    if not name or name != name.lower() or (name.startswith(b":") and not kind) or name in _CONNECTION_FIELDS:
+    if (
+        not name
+        or name != name.lower()
+        or (name.startswith(b":") and not kind)
+        or name in _CONNECTION_FIELDS
+    ):
         return MALFORMED
     return kind
 
@@ -166,7 +176,9 @@ class Block:
 
 
 class _Model:
-    """A block without references in which a single field was new. Traced requests differ in just one field.
+    """A block without references in which a single field was new.
+
+    Traced requests differ in just one field.
 
     Attributes:
         start: the bytes before the new field.
@@ -223,7 +235,8 @@ class Decoder:
     """The receiving end of one connection's header compression.
 
     Attributes:
-        news: number of new fields in the last block, and of tables that it enlarged; if 0, the block is cached.
+        news: number of new fields in the last block, and of tables that it enlarged; if 0, the
+            block is cached.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -257,7 +270,9 @@ class Decoder:
     def _adapt(self, block: bytes) -> Block | None:
         """Decode a block that differs from the model in one literal; None for any other block."""
         model = self._cache.model
-        if model is None or not (block.startswith(model.start) and block.endswith(model.end, len(model.start))):
+        if model is None or not (
+            block.startswith(model.start) and block.endswith(model.end, len(model.start))
+        ):
             return None
         encoded = block[len(model.start) : len(block) - len(model.end)]
         first = encoded[0] if encoded else _INDEXED
@@ -270,13 +285,19 @@ class Decoder:
                 return None
         except IndexError:
             return None
-        field = self._find_literal(encoded, model.place) or self._read_literal(encoded, index, middle)
+        field = self._find_literal(encoded, model.place) or self._read_literal(
+            encoded, index, middle
+        )
         if model.size + field.size > MAX_BLOCK:
             return None
         fields = model.block.fields.copy()
         fields[model.place] = field
         self._cache.before = fields
-        return Block(fields, model.size + field.size, model.block if model.plain and field.kind == REGULAR else None)
+        return Block(
+            fields,
+            model.size + field.size,
+            model.block if model.plain and field.kind == REGULAR else None,
+        )
 
     def _walk(self, block: bytes) -> Block:
         position = self._read_updates(block)
@@ -291,8 +312,12 @@ class Decoder:
                 field = self._find(index)
             else:
                 if first & _TABLE_SIZE_MASK == _TABLE_SIZE_UPDATE:
-                    raise ProtocolError("header block: a table size update amid fields", code=COMPRESSION_ERROR)
-                index, position = read_integer(block, position, 0x3F if first >= _INDEXING else 0x0F)
+                    raise ProtocolError(
+                        "header block: a table size update amid fields", code=COMPRESSION_ERROR
+                    )
+                index, position = read_integer(
+                    block, position, 0x3F if first >= _INDEXING else 0x0F
+                )
                 middle = position if index else skip_string(block, position)
                 position = skip_string(block, middle)
                 encoded = block[start:position]
@@ -321,7 +346,9 @@ class Decoder:
             size, position = read_integer(block, position, 0x1F)
             updates += 1
             if size > self._allowed or updates > _MAX_UPDATES:
-                raise ProtocolError("header block: a table larger than allowed", code=COMPRESSION_ERROR)
+                raise ProtocolError(
+                    "header block: a table larger than allowed", code=COMPRESSION_ERROR
+                )
             self._limit = size
             self.news += size > 0
             self._evict()
@@ -465,7 +492,8 @@ def _find_symbol(window: int, have: int) -> tuple[int, str]:
     return length, chr(symbol)
 
 
-# The Huffman code (RFC 7541 appendix B) is canonical, so the lengths define the codes. One letter each; "a" is 5 bits.
+# The Huffman code (RFC 7541 appendix B) is canonical, so the lengths define the codes. One letter
+# each; "a" is 5 bits.
 _CODE_LENGTHS: Final = [
     letter - ord("a") + 5
     for letter in b"isxxxxxxxtzxxzxxxxxxxxzxxxxxxxxxbffhibdgffdgdbbbaaabbbbbbbcdkbhfibccccccccccccccccccccccdc"
@@ -583,7 +611,10 @@ _STATIC: Final = _read_static()
 
 def encode(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Encode a header block with literals that are not indexed (RFC 7541 section 6.2.2), valid on every connection."""
-    return b"".join(b"\0" + _encode_length(len(name)) + name + _encode_length(len(value)) + value for name, value in headers)
+    return b"".join(
+        b"\0" + _encode_length(len(name)) + name + _encode_length(len(value)) + value
+        for name, value in headers
+    )
 
 
 def _encode_length(value: int) -> bytes:

@@ -1,18 +1,18 @@
 """HTTP/2 (RFC 9113), server side, without a socket: bytes in, events out, bytes to send.
 
-It implements the part of HTTP/2 that gRPC needs, and checks every frame. Errors of a stream reset that stream; errors
-of the connection end it with GOAWAY.
+It implements the part of HTTP/2 that gRPC needs, and checks every frame. Errors of a stream reset
+that stream; errors of the connection end it with GOAWAY.
 
 No peer can cause unbounded work or memory:
 
-- A frame takes time in proportion to its size. No operation visits all streams: a stream's window is stored relative to the
-  peer's initial window, and streams that wait for a window are listed.
-- A turn handles a bounded number of frames (`Http2Limits.work`). The rest waits for the next turn, so that the transport can
-  serve other connections in between.
-- Frames cost patience, and messages earn it (`Http2Limits.patience`). A peer that sends too many useless frames is
-  disconnected with ENHANCE_YOUR_CALM.
-- Buffered bytes (answers for a closed window, an incomplete header block) are taken from a `Pool` that all connections
-  share.
+- A frame takes time in proportion to its size. No operation visits all streams: a stream's window
+  is stored relative to the peer's initial window, and streams that wait for a window are listed.
+- A turn handles a bounded number of frames (`Http2Limits.work`). The rest waits for the next turn,
+  so that the transport can serve other connections in between.
+- Frames cost patience, and messages earn it (`Http2Limits.patience`). A peer that sends too many
+  useless frames is disconnected with ENHANCE_YOUR_CALM.
+- Buffered bytes (answers for a closed window, an incomplete header block) are taken from a `Pool`
+  that all connections share.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ _DEFAULT_WINDOW: Final = 65_535
 _MAX_WINDOW: Final = 2**31 - 1
 _STREAM_WINDOW: Final = 2**30
 _UPDATE_AFTER: Final = 2**24
-"""Bytes to receive before a WINDOW_UPDATE. Data is consumed at once, so windows only have to stay open."""
+"""Bytes to receive before a WINDOW_UPDATE.
+
+Data is consumed at once, so windows only have to stay open.
+"""
 
 _CONNECTION: Final = bytes(4)
 """The stream number of frames for the whole connection."""
@@ -91,7 +94,8 @@ class Http2Limits:
         work: maximum number of frames in one turn; large ones count as several.
         patience: maximum number of frames without effect before the connection is ended.
         patience_per_second: how fast patience recovers.
-        message_earns: patience that each message earns. Envoy sends up to 10 WINDOW_UPDATEs for each DATA frame.
+        message_earns: patience that each message earns. Envoy sends up to 10 WINDOW_UPDATEs for
+            each DATA frame.
         lingering: maximum number of streams that are answered but not ended by the peer.
         shut: maximum number of streams whose answers wait for their own window.
     """
@@ -116,7 +120,8 @@ class Pool:
 class Share:
     """One connection's part of the pool: at most as much as the pool has left.
 
-    This is how switches share buffers (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): one greedy connection
+    This is how switches share buffers (Choudhury and Hahne, "Dynamic queue length thresholds",
+        1998): one greedy connection
     gets half of the pool, several get equal parts, and some is always left for the next one.
     """
 
@@ -148,7 +153,8 @@ class Http2Stream:
     Attributes:
         number: the stream's number, chosen by the peer.
         name: the number in four bytes, as in frames.
-        lost: whether the stream was reset, or the connection has ended. Anything sent on it is dropped.
+        lost: whether the stream was reset, or the connection has ended. Anything sent on it is
+            dropped.
         local_closed: whether this side has ended it.
     """
 
@@ -162,7 +168,9 @@ class Http2Stream:
         self.lost = False
         self.received = 0
         self.consumed = 0  # received since the last WINDOW_UPDATE
-        self.spent = 0  # sent minus WINDOW_UPDATEs; the open window is the peer's initial window minus this
+        self.spent = (
+            0  # sent minus WINDOW_UPDATEs; the open window is the peer's initial window minus this
+        )
         self.blocked: bytearray | None = None  # bytes that wait for an open window
         self.trailers: bytes | None = None  # to send after these bytes
 
@@ -208,18 +216,26 @@ class _StreamError(Exception):
 class Connection:
     """One connection, from its preface to its end.
 
-    Pass data to `receive`, then take events from `next_event` until there are none, then send what `data_to_send` returns.
+    Pass data to `receive`, then take events from `next_event` until there are none, then send what
+    `data_to_send` returns.
 
     Attributes:
         settled: whether the peer has sent its preface and SETTINGS.
-        ended: whether the connection is over; only the bytes that `data_to_send` still returns remain to be sent.
+        ended: whether the connection is over; only the bytes that `data_to_send` still returns
+            remain to be sent.
         error: the peer's error that ended the connection, with HTTP/2's code.
         work: frames handled in this turn; callers add the cost of their own work.
-        patience: number of frames without effect that the peer may still send; callers add to it for each message.
+        patience: number of frames without effect that the peer may still send; callers add to it
+            for each message.
         share: this connection's part of the pool.
     """
 
-    def __init__(self, limits: Http2Limits | None = None, cache: Cache | None = None, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        limits: Http2Limits | None = None,
+        cache: Cache | None = None,
+        pool: Pool | None = None,
+    ) -> None:
         """Write SETTINGS. All connections of a server share the cache and the pool."""
         self.limits = limits or Http2Limits()
         self.share = Share(pool or Pool())
@@ -242,7 +258,9 @@ class Connection:
         self._block_flags = 0
         self._decoder = Decoder(cache or Cache())
         self._window = _DEFAULT_WINDOW  # the peer's window for the whole connection
-        self._waiting: dict[int, Http2Stream] = {}  # streams with bytes to send that wait for that window
+        self._waiting: dict[
+            int, Http2Stream
+        ] = {}  # streams with bytes to send that wait for that window
         self._shut: dict[int, Http2Stream] = {}  # streams that wait for their own window
         self._peer_window = _DEFAULT_WINDOW
         self._peer_frame = MAX_FRAME
@@ -285,7 +303,9 @@ class Connection:
     def receive(self, data: bytes, now: float = 0.0) -> None:
         """Start a turn with new data, cut anywhere, or with none to continue; `now` is in seconds."""
         if data and not self.ended:
-            self._data = self._data[self._position :] + data if self._position < len(self._data) else data
+            self._data = (
+                self._data[self._position :] + data if self._position < len(self._data) else data
+            )
             self._position = 0
         self.work = 0
         self._more = False
@@ -325,10 +345,17 @@ class Connection:
             if self.work >= self._turn:
                 self._more = True
                 return None
-            number = (data[position + 5] & 0x7F) << 24 | data[position + 6] << 16 | data[position + 7] << 8 | data[position + 8]
+            number = (
+                (data[position + 5] & 0x7F) << 24
+                | data[position + 6] << 16
+                | data[position + 7] << 8
+                | data[position + 8]
+            )
             self._position = end
             self.work += 1
-            event = self._handle(data[position + 3], data[position + 4], number, data[position + _FRAME_HEADER : end])
+            event = self._handle(
+                data[position + 3], data[position + 4], number, data[position + _FRAME_HEADER : end]
+            )
             if event is not None:
                 return event
             position = end
@@ -356,7 +383,9 @@ class Connection:
         if kind == RST_STREAM:
             return self._on_reset(flags, number, payload)
         handler = _HANDLERS.get(kind)
-        return handler(self, flags, number, payload) if handler else None  # other types are ignored (section 4.1)
+        return (
+            handler(self, flags, number, payload) if handler else None
+        )  # other types are ignored (section 4.1)
 
     def _spend(self, frames: int) -> None:
         """Charge the peer's patience; raises ProtocolError when it is used up."""
@@ -446,7 +475,9 @@ class Connection:
             raise _StreamError(number, REFUSED_STREAM)
         if block.malformed or (ended and block.content_length > 0):
             raise _StreamError(number, PROTOCOL_ERROR)
-        stream = self._streams[number] = Http2Stream(number, block.content_length, remote_closed=ended)
+        stream = self._streams[number] = Http2Stream(
+            number, block.content_length, remote_closed=ended
+        )
         return RequestReceived(stream, block, ended=ended)
 
     def _on_trailers(self, stream: Http2Stream, block: Block, *, ended: bool) -> Event | None:
@@ -540,7 +571,9 @@ class Connection:
         if not number:
             self._window += increment
             if not increment or self._window > _MAX_WINDOW:
-                raise ProtocolError("WINDOW_UPDATE", code=FLOW_CONTROL_ERROR if increment else PROTOCOL_ERROR)
+                raise ProtocolError(
+                    "WINDOW_UPDATE", code=FLOW_CONTROL_ERROR if increment else PROTOCOL_ERROR
+                )
             return None  # waiting bytes are sent before the next frame is read
         if number > self._last:
             raise ProtocolError("WINDOW_UPDATE on an idle stream", code=PROTOCOL_ERROR)
@@ -564,7 +597,8 @@ class Connection:
         """Send response headers, made by `encode`; does nothing on a lost stream, like `send`."""
         if stream.lost:
             return
-        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # a bug of the caller
+        # A bug of the caller
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101
         self._write(HEADERS, END_HEADERS | END_STREAM if end else END_HEADERS, stream.name, block)
         if end:
             self._end_local(stream)
@@ -575,11 +609,13 @@ class Connection:
         Args:
             stream: the stream to send on.
             data: the bytes to send.
-            trailers: the header block that ends the stream; empty to end it without one; None keeps it open.
+            trailers: the header block that ends the stream; empty to end it without one; None keeps
+                it open.
         """
         if stream.lost:
             return
-        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # a bug of the caller
+        # A bug of the caller
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101
         assert stream.trailers is None, "the stream is answered"  # noqa: S101  # as above
         size = len(data)
         if (
@@ -597,10 +633,17 @@ class Connection:
         if trailers is not None:
             self._write_last(stream, trailers)
 
-    def send_long(self, stream: Http2Stream, pieces: list[bytes | memoryview], trailers: bytes | None = None) -> None:
+    def send_long(
+        self, stream: Http2Stream, pieces: list[bytes | memoryview], trailers: bytes | None = None
+    ) -> None:
         """Send many bytes like `send`, without joining the pieces."""
         size = sum([len(piece) for piece in pieces])
-        blocked = stream.lost or stream.blocked is not None or size > self._window or size > self._peer_window - stream.spent
+        blocked = (
+            stream.lost
+            or stream.blocked is not None
+            or size > self._window
+            or size > self._peer_window - stream.spent
+        )
         if blocked or size <= self._peer_frame:
             self.send(stream, b"".join(pieces), trailers)
             return
@@ -612,7 +655,8 @@ class Connection:
             rest = memoryview(piece)
             while rest:
                 if not room:
-                    room = left if left < self._peer_frame else self._peer_frame  # noqa: FURB136  # compiled, min() is slow
+                    # In compiled code, min() is slow.
+                    room = left if left < self._peer_frame else self._peer_frame  # noqa: FURB136
                     left -= room
                     self._out.append(make_head(room, DATA, 0) + stream.name)
                 part, rest = rest[:room], rest[room:]
@@ -625,7 +669,9 @@ class Connection:
         """Tell the peer to open no more streams; those that it opens meanwhile are served."""
         if self.ended:
             return
-        self._write(GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
+        self._write(
+            GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big")
+        )
 
     def close(self) -> None:
         """Free all buffers and streams: the connection is lost."""
@@ -642,7 +688,9 @@ class Connection:
 
     def _buffer_output(self, stream: Http2Stream, data: bytes, trailers: bytes | None) -> None:
         if not self.share.take(len(data)):
-            self._end(ProtocolError("too much data that the peer does not read", code=ENHANCE_YOUR_CALM))
+            self._end(
+                ProtocolError("too much data that the peer does not read", code=ENHANCE_YOUR_CALM)
+            )
             return
         stream.trailers = trailers
         if stream.blocked is not None:
@@ -661,7 +709,9 @@ class Connection:
         """Send blocked bytes within the windows and this turn."""
         blocked = stream.blocked
         while blocked:
-            size = min(len(blocked), self._peer_window - stream.spent, self._window, self._peer_frame)
+            size = min(
+                len(blocked), self._peer_window - stream.spent, self._window, self._peer_frame
+            )
             if size <= 0 or self.turn_over:
                 self._await_window(stream)
                 return
@@ -681,10 +731,14 @@ class Connection:
             return
         self._shut[stream.number] = stream
         if len(self._shut) > self.limits.shut:
-            self._end(ProtocolError("too many streams whose windows stay shut", code=ENHANCE_YOUR_CALM))
+            self._end(
+                ProtocolError("too many streams whose windows stay shut", code=ENHANCE_YOUR_CALM)
+            )
 
     def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
-        self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))  # one copy when compiled
+        self._out.append(
+            b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload)
+        )  # one copy when compiled
 
     def _write_last(self, stream: Http2Stream, trailers: bytes) -> None:
         """Write the frame that ends a stream: trailers, or an empty DATA frame."""
@@ -704,7 +758,9 @@ class Connection:
             return
         self._lingering[stream.number] = None
         if len(self._lingering) > self.limits.lingering:
-            self._reset(next(iter(self._lingering)), NO_ERROR)  # section 8.1: the rest of its request is not needed
+            self._reset(
+                next(iter(self._lingering)), NO_ERROR
+            )  # section 8.1: the rest of its request is not needed
 
     def _end_remote(self, stream: Http2Stream) -> None:
         stream.remote_closed = True
@@ -728,7 +784,9 @@ class Connection:
             self.share.give(len(stream.blocked))
 
     def _end(self, error: ProtocolError) -> None:
-        goodbye = self._last.to_bytes(4, "big") + error.code.to_bytes(4, "big") + str(error).encode()
+        goodbye = (
+            self._last.to_bytes(4, "big") + error.code.to_bytes(4, "big") + str(error).encode()
+        )
         self._write(GOAWAY, 0, _CONNECTION, goodbye)
         self.error = error
         self.close()

@@ -1,9 +1,11 @@
 """Mutual TLS on the port, with certificates that are reloaded when their files are rotated.
 
-- A thread reads the files a few times a second. Comparing contents works on any file system and for any kind of rotation:
-  writing, renaming, or swapping a link, as the kubelet does.
-- New contents are used once two reads in a row agree, so that a new certificate is not paired with an old key.
-- Invalid files are logged and counted, and change nothing. Valid ones apply to new connections; old connections continue.
+- A thread reads the files a few times a second. Comparing contents works on any file system and for
+  any kind of rotation: writing, renaming, or swapping a link, as the kubelet does.
+- New contents are used once two reads in a row agree, so that a new certificate is not paired with
+  an old key.
+- Invalid files are logged and counted, and change nothing. Valid ones apply to new connections; old
+  connections continue.
 - Each rotation makes a new context, so earlier TLS sessions cannot be resumed.
 """
 # interpreted: subclasses of ssl's classes; OpenSSL takes the time
@@ -104,7 +106,10 @@ class Certificates:
         self._metrics.tls_refused.inc()
         suppressed = self._refusals.admit(time.monotonic())
         if suppressed is not None:
-            _LOG.info("connection refused in its TLS handshake", extra=make_extra(error=reason, suppressed=suppressed or None))
+            _LOG.info(
+                "connection refused in its TLS handshake",
+                extra=make_extra(error=reason, suppressed=suppressed or None),
+            )
 
     def _follow(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS):
@@ -115,7 +120,10 @@ class Certificates:
             self._load()
         except UsageError as error:
             self._metrics.tls_reloads.labels("error").inc()
-            _LOG.error("certificates not rotated, the last good ones stay in use", extra=make_extra(error=str(error)))
+            _LOG.error(
+                "certificates not rotated, the last good ones stay in use",
+                extra=make_extra(error=str(error)),
+            )
         else:
             self._metrics.tls_reloads.labels("ok").inc()
             _LOG.info("certificates rotated")
@@ -134,7 +142,9 @@ class Certificates:
         context = _Guarded(self)
         _load_pair(context, self._settings)
         _trust_clients(context, self._settings, pem)
-        if _read(self._settings) != pem:  # ssl reads the key from its file, which may have changed since
+        if (
+            _read(self._settings) != pem
+        ):  # ssl reads the key from its file, which may have changed since
             raise UsageError(f"--tls-cert {self._settings.tls_cert}: is being changed")
         self.pem, self._context = pem, context
         self._metrics.tls_not_after.set(not_after)
@@ -159,7 +169,9 @@ class _Guarded(_ServerContext):
         super().__init__(certificates)
         self.sslobject_class = _GuardedObject
         self.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.options |= ssl.OP_NO_RENEGOTIATION  # it would be another handshake, without a limit (CVE-2011-1473)
+        self.options |= (
+            ssl.OP_NO_RENEGOTIATION
+        )  # it would be another handshake, without a limit (CVE-2011-1473)
         self.verify_mode = ssl.CERT_REQUIRED
         self.set_alpn_protocols(["h2"])
 
@@ -183,13 +195,17 @@ class _GuardedObject(ssl.SSLObject):
         names = read_names(self.getpeercert())
         if not certificates.admits(names):
             shown = ", ".join(name.value for name in names) or "no one by name"
-            raise ssl.SSLCertVerificationError(f"no --tls-client-san is among the client's names: {shown}")
+            raise ssl.SSLCertVerificationError(
+                f"no --tls-client-san is among the client's names: {shown}"
+            )
 
 
 class _Current(_ServerContext):
     """The listening socket's context; creates each connection with the newest context."""
 
-    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: object, **__: object) -> ssl.SSLObject:
+    def wrap_bio(
+        self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: object, **__: object
+    ) -> ssl.SSLObject:
         """See `ssl`; always the server's side."""
         return self.certificates.context.wrap_bio(incoming, outgoing, server_side=True)
 
@@ -229,7 +245,10 @@ def _check_certificate(settings: Settings, pem: Pem) -> float:
     Raises UsageError if a client that trusts only this certificate refuses it.
     """
     flag = f"--tls-cert {settings.tls_cert}"
-    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client, server = (
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+    )
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     _trust(client, pem.chain, flag)
@@ -276,17 +295,23 @@ def _trust_clients(context: ssl.SSLContext, settings: Settings, pem: Pem) -> Non
     if not ends:
         raise UsageError(f"{flag}: contains no CA certificate")
     if max(ends) <= time.time():
-        raise UsageError(f"{flag}: expired at {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC")
+        raise UsageError(
+            f"{flag}: expired at {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC"
+        )
 
 
 def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
     try:
-        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))  # comments may be in any language
+        context.load_verify_locations(
+            cadata=pem.decode("ascii", "ignore")
+        )  # comments may be in any language
     except (ssl.SSLError, ValueError):  # ValueError if it is empty
         raise UsageError(f"{flag}: contains no PEM certificate") from None
 
 
 def _explain_error(error: ssl.SSLError) -> str:
     told: str = getattr(error, "verify_message", "")
-    reason: str = getattr(error, "reason", "") or ""  # an error that OpenSSL did not raise has no reason
+    reason: str = (
+        getattr(error, "reason", "") or ""
+    )  # an error that OpenSSL did not raise has no reason
     return told or reason.replace("_", " ").lower() or str(error.args[-1])

@@ -1,1 +1,4 @@
-"""The benchmark. Costs are measured beside a reference in the same run: machines differ and are noisy."""
+"""The benchmark.
+
+Costs are measured beside a reference in the same run: machines differ and are noisy.
+"""

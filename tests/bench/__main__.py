@@ -50,7 +50,9 @@ machine and mean little on another. exit code: 0 measured (also when a requireme
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     print(f"measured: {describe_version()}\n", flush=True)
-    logging.disable(logging.WARNING)  # loops are detected by the thousand, and their lines would hide the progress
+    logging.disable(
+        logging.WARNING
+    )  # loops are detected by the thousand, and their lines would hide the progress
     sections: dict[str, Section] = {}
     failed = []
     for name in options.only or _SECTIONS:
@@ -79,10 +81,18 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, a tenth of the fingerprints")
-    parser.add_argument("--only", action="append", choices=tuple(_SECTIONS), help="this section; repeatable")
     parser.add_argument(
-        "--output", type=Path, default=Path("bench-results.json"), metavar="FILE", help="default bench-results.json"
+        "--quick", action="store_true", help="fewer rounds, a tenth of the fingerprints"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=tuple(_SECTIONS), help="this section; repeatable"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("bench-results.json"),
+        metavar="FILE",
+        help="default bench-results.json",
     )
     return parser
 

@@ -25,7 +25,8 @@ from tests.support.harness import PATIENCE, Envoy, Loopguard, eventually, write_
 from tests.support.listening import Handler, Listener
 
 TITLE = (
-    "answers: knowing what they cost (entries of the access log; a stream through the real Envoy, with its filters and without)"
+    "answers: knowing what they cost (entries of the access log; a stream through the real "
+    "Envoy, with its filters and without)"
 )
 
 _LIMIT_US = 15
@@ -44,7 +45,10 @@ _COUNTS = {
 _TOLD = {"model": "gpt-4o-2024-08-06", "usage": json.dumps(_COUNTS)}
 
 _PATH = "/v1/chat/completions"
-_EVENT = b'data: {"model": "gpt-4o", "choices": [{"index": 0, "delta": {"content": "word"}}], "usage": null}\n\n'
+_EVENT = (
+    b'data: {"model": "gpt-4o", "choices": [{"index": 0, "delta": {"content": "word"}}], '
+    b'"usage": null}\n\n'
+)
 _USAGE = b"data: %b\n\n" % json.dumps({"model": "gpt-4o", "choices": [], "usage": _COUNTS}).encode()
 _EVENTS = 50
 _CPU_NOTE = f"of {_EVENTS + 3} events; with filters the access log as well"
@@ -54,25 +58,37 @@ _WARM_UP = 50
 def _make_message(serving: Service, numbers: range) -> bytes:
     message = StreamAccessLogsMessage()
     for number in numbers:
-        sent = [samples.headers_message(user=f"user-{number}"), samples.body_message(samples.chat_body(number))]
-        add_entry(message, _TOLD, sizes=(1_024, 8_000), headers={"content-type": "text/event-stream"})
+        sent = [
+            samples.headers_message(user=f"user-{number}"),
+            samples.body_message(samples.chat_body(number)),
+        ]
+        add_entry(
+            message, _TOLD, sizes=(1_024, 8_000), headers={"content-type": "text/event-stream"}
+        )
         metadata = message.http_logs.log_entry[-1].common_properties.metadata.filter_metadata
         metadata["loopguard"].Clear()
-        metadata["loopguard"].MergeFrom(samples.process(serving, sent).dynamic_metadata["loopguard"])  # type: ignore[arg-type]  # a Struct
+        metadata["loopguard"].MergeFrom(
+            samples.process(serving, sent).dynamic_metadata["loopguard"]  # type: ignore[arg-type]  # a Struct
+        )
     return message.SerializeToString()
 
 
 def _measure_entries(count: int) -> float:
     """Microseconds for an entry, from its bytes to the settled session in memory."""
     serving = samples.service(samples.engine([samples.budget()]))
-    messages = [_make_message(serving, range(start, start + _IN_MESSAGE)) for start in range(0, count, _IN_MESSAGE)]
+    messages = [
+        _make_message(serving, range(start, start + _IN_MESSAGE))
+        for start in range(0, count, _IN_MESSAGE)
+    ]
 
     def work() -> None:
         for message in messages:
             serving.access_log.receive(message)
 
     spent = at_one_clock(lambda: cpu_us(work, count))
-    taken = serving.metrics.registry.get_sample_value("loopguard_access_log_entries_total", {"result": "taken"})
+    taken = serving.metrics.registry.get_sample_value(
+        "loopguard_access_log_entries_total", {"result": "taken"}
+    )
     if taken != count:
         raise RuntimeError(f"{taken} of {count} entries were taken")
     return spent
@@ -108,10 +124,17 @@ def _running_envoy(folder: Path, model: str, address: str, *, reads: bool) -> It
         del limits["max_cost_per_session"], limits["unknown_model"]
     folder.mkdir()
     write_policies(folder, json.loads(samples.bundle([policy])))
-    flags = {"upstream": model, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "endpoints": [address]}
+    flags = {
+        "upstream": model,
+        "listen": "127.0.0.1:0",
+        "admin": "127.0.0.1:0",
+        "endpoints": [address],
+    }
     envoy = Envoy(folder, read_options(EnvoyOptions, flags))
     try:
-        eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy"), "a healthy Loopguard")
+        eventually(
+            lambda: envoy.stat("cluster.loopguard.membership_healthy"), "a healthy Loopguard"
+        )
         yield envoy
     finally:
         envoy.stop()
@@ -129,7 +152,12 @@ class _Client:
         body = samples.chat_body(number)
         _READ.clear()
         started = perf_counter()
-        self._connection.request("POST", _PATH, body, {"x-user-id": f"user-{started}", "content-type": "application/json"})
+        self._connection.request(
+            "POST",
+            _PATH,
+            body,
+            {"x-user-id": f"user-{started}", "content-type": "application/json"},
+        )
         answer = self._connection.getresponse()
         if answer.status != http.client.OK or not answer.read(1):
             raise RuntimeError(f"no stream, but {answer.status}")
@@ -145,7 +173,8 @@ class _Client:
 def _measure_in_turn(clients: Mapping[str, _Client], requests: int) -> dict[str, float]:
     """The median of each client's requests, sent in turn and in alternating order.
 
-    No request waits for what is left of the one before, such as its access log entry: that one went through another Envoy.
+    No request waits for what is left of the one before, such as its access log entry: that one went
+        through another Envoy.
     """
     spent: dict[str, list[float]] = {name: [] for name in clients}
     order = list(clients)
@@ -173,14 +202,21 @@ def _compare_envoys(rounds: int, requests: int) -> _Compared:
         stack.callback(model.stop)
         clients = {
             name: stack.enter_context(
-                closing(_Client(stack.enter_context(_running_envoy(folder / name, model.address, guard.address, reads=reads))))
+                closing(
+                    _Client(
+                        stack.enter_context(
+                            _running_envoy(folder / name, model.address, guard.address, reads=reads)
+                        )
+                    )
+                )
             )
             for name, reads in {"with": True, "without": False}.items()
         }
         before = {name: process_cpu(client.envoy.pid) for name, client in clients.items()}
         measured = [_measure_in_turn(clients, requests) for _ in range(rounds)]
         cpu = {
-            name: (process_cpu(client.envoy.pid) - before[name]) / (rounds * requests) * 1e6 for name, client in clients.items()
+            name: (process_cpu(client.envoy.pid) - before[name]) / (rounds * requests) * 1e6
+            for name, client in clients.items()
         }
         if guard.metric("access_log_entries_total", result="taken") < rounds * requests:
             raise RuntimeError("Envoy did not tell of all answers")
@@ -189,13 +225,33 @@ def _compare_envoys(rounds: int, requests: int) -> _Compared:
 
 def run(*, quick: bool) -> list[Row]:
     progress("answers: entries", 1, 2)
-    entries: Sequence[float] = [_measure_entries(500 if quick else 2_000) for _ in range(5 if quick else 15)]
+    entries: Sequence[float] = [
+        _measure_entries(500 if quick else 2_000) for _ in range(5 if quick else 15)
+    ]
     progress("answers: first bytes", 2, 2)
     found, cpu = _compare_envoys(6 if quick else 20, 50 if quick else 100)
     note = f"goal 1; {spread(found, 'with', 'without')}"
     return [
-        Row("an entry of the access log", median(entries), "us", _LIMIT_US, "from its bytes to the ledger in memory"),
-        Row("first byte of a stream, with filters vs. without", ratio(found, "with", "without"), "x", _LIMIT_FIRST_BYTE, note),
-        *(Row(f"first byte of a stream, {name} filters", median(times), "us") for name, times in found.items()),
-        *(Row(f"Envoy's CPU for a stream, {name} filters", time, "us", note=_CPU_NOTE) for name, time in cpu.items()),
+        Row(
+            "an entry of the access log",
+            median(entries),
+            "us",
+            _LIMIT_US,
+            "from its bytes to the ledger in memory",
+        ),
+        Row(
+            "first byte of a stream, with filters vs. without",
+            ratio(found, "with", "without"),
+            "x",
+            _LIMIT_FIRST_BYTE,
+            note,
+        ),
+        *(
+            Row(f"first byte of a stream, {name} filters", median(times), "us")
+            for name, times in found.items()
+        ),
+        *(
+            Row(f"Envoy's CPU for a stream, {name} filters", time, "us", note=_CPU_NOTE)
+            for name, time in cpu.items()
+        ),
     ]

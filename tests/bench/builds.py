@@ -21,4 +21,14 @@ def find_compiled() -> Path | None:
 
 def serve(build: Path, policy: Path, port: int, *flags: str) -> list[str]:
     listen = f"127.0.0.1:{port}"
-    return [str(build / "loopguard"), "serve", "--policy", str(policy), "--listen", listen, "--drain-delay", "0", *flags]
+    return [
+        str(build / "loopguard"),
+        "serve",
+        "--policy",
+        str(policy),
+        "--listen",
+        listen,
+        "--drain-delay",
+        "0",
+        *flags,
+    ]

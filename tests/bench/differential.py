@@ -60,12 +60,26 @@ _BATCH = 500
 _NOON = 1_795_694_400 * 10**9
 _ERROR = b"error: "  # no message starts with this
 _TOKEN = "token-of-an-operator"
-_PAGES = ("/loops", "/sessions", "/budgets", "/policies", "/coverage", "/canary", "/overrides", "/readyz")
+_PAGES = (
+    "/loops",
+    "/sessions",
+    "/budgets",
+    "/policies",
+    "/coverage",
+    "/canary",
+    "/overrides",
+    "/readyz",
+)
 # Meaningless differences: the process's own figures, and what servers write by their own timers.
-_MASKED = r"metric:(process_|python_)|admin:.*coverage|key:b'loopguard:(boards:|orders:overrides:version)"
+_MASKED = (
+    r"metric:(process_|python_)|admin:.*coverage|key:b'loopguard:(boards:|orders:overrides:version)"
+)
 
 # Runs the command of a version, which first prints its path.
-_MAIN = "import sys, extproc; print(extproc.__file__, flush=True); from extproc.cli.main import main; sys.exit(main())"
+_MAIN = (
+    "import sys, extproc; print(extproc.__file__, flush=True); from extproc.cli.main import "
+    "main; sys.exit(main())"
+)
 
 # Imported first by both servers: the driver's time, and randomness that follows from it.
 _CLOCK = """
@@ -117,19 +131,45 @@ int clock_gettime(clockid_t which, struct timespec *to) {
 # --- policies: each host has some of its own
 
 
-def _loop(similarity: str = "exact", threshold: int = 3, action: str = "reject", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of a detector
-    loop = {"name": f"{similarity}-{action}", "enabled": True, "similarity": similarity, "window_seconds": 60, "action": action}
+def _loop(
+    similarity: str = "exact",
+    threshold: int = 3,
+    action: str = "reject",
+    **more: Any,  # noqa: ANN401  # keys of a detector
+) -> dict[str, Any]:
+    loop = {
+        "name": f"{similarity}-{action}",
+        "enabled": True,
+        "similarity": similarity,
+        "window_seconds": 60,
+        "action": action,
+    }
     return {**loop, "threshold_identical_requests": threshold, "max_delay_ms": 1, **more}
 
 
-def _rule(name: str, algorithm: str, keys: list[str], config: Mapping[str, Any], **more: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of a rule
-    return {"name": name, "limit_keys": keys, "algorithm": algorithm, "algorithm_config": dict(config), **more}
+def _rule(
+    name: str,
+    algorithm: str,
+    keys: list[str],
+    config: Mapping[str, Any],
+    **more: Any,  # noqa: ANN401  # keys of a rule
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "limit_keys": keys,
+        "algorithm": algorithm,
+        "algorithm_config": dict(config),
+        **more,
+    }
 
 
 _USER = ["header:x-user-id"]
 _END = {"threshold_percent": 100, "action": "reject"}
 _PRICE = {"input": 3, "output": 15, "cache_read": 0.3}
-_STAGES = [{"threshold_percent": 40, "action": "warn"}, {"threshold_percent": 60, "action": "throttle", "delay_ms": 1}]
+_STAGES = [
+    {"threshold_percent": 40, "action": "warn"},
+    {"threshold_percent": 60, "action": "throttle", "delay_ms": 1},
+]
 _STAGES += [{"threshold_percent": 80, "action": "steer"}, _END]
 _LATE = {"steer": 4, "land": 6, "reject": 8}
 # fmt: off
@@ -261,7 +301,14 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
 
 def _make_policies() -> list[dict[str, Any]]:
     made = [
-        {"id": identity, "spec": {"selector": {"pathPrefix": "/", "hosts": [f"h{number}"]}, "limit_keys": _USER, **spec}}
+        {
+            "id": identity,
+            "spec": {
+                "selector": {"pathPrefix": "/", "hosts": [f"h{number}"]},
+                "limit_keys": _USER,
+                **spec,
+            },
+        }
         for number, room in enumerate(_HOSTS)
         for identity, spec in room.items()
     ]
@@ -269,11 +316,23 @@ def _make_policies() -> list[dict[str, Any]]:
         preset = json.loads(Path(find_preset(name)).read_bytes())
         preset["spec"]["selector"]["hosts"] = [f"h{len(_HOSTS)}"]
         made.append(preset)
-    watching = {"selector": {"pathPrefix": "/v1/"}, "mode": "shadow", "limit_keys": _USER, "loop_detection": _loop("turns", 5)}
+    watching = {
+        "selector": {"pathPrefix": "/v1/"},
+        "mode": "shadow",
+        "limit_keys": _USER,
+        "loop_detection": _loop("turns", 5),
+    }
     return [*made, {"id": "everywhere", "spec": watching}]
 
 
-_KILLS = [{"scope_key": "header:x-plan", "scope_value": "killed", "reason": "gone", "expires_at": "2099-01-01T00:00:00Z"}]
+_KILLS = [
+    {
+        "scope_key": "header:x-plan",
+        "scope_value": "killed",
+        "reason": "gone",
+        "expires_at": "2099-01-01T00:00:00Z",
+    }
+]
 
 
 # --- exchanges
@@ -292,7 +351,10 @@ class Traffic:
         run = f"{name}-{random.randrange(10**6)}"
         named: _Headers = [(key.replace("_", "-"), value) for key, value in agent.sent.items()]
         if random.random() < 0.3:
-            named += [("x-claude-code-session-id", f"run {run[:2]}"), ("x-claude-code-agent-id", run)]
+            named += [
+                ("x-claude-code-session-id", f"run {run[:2]}"),
+                ("x-claude-code-agent-id", run),
+            ]
         elif random.random() < 0.4:
             named.append(("x-session-id", run))
         some = [
@@ -300,7 +362,11 @@ class Traffic:
             ("authorization", f"Bearer key-{name}"),
             ("x-api-key", name),
         ]
-        return agent, f"h{random.randrange(len(_HOSTS) + 1)}", [*named, *(pair for pair in some if random.random() < 0.3)]
+        return (
+            agent,
+            f"h{random.randrange(len(_HOSTS) + 1)}",
+            [*named, *(pair for pair in some if random.random() < 0.3)],
+        )
 
     def make(self) -> tuple[str, list[bytes], bool]:
         """The next exchange: its place, its messages, and whether each message waits for the answer to the one before."""
@@ -310,41 +376,80 @@ class Traffic:
         agent, host, named = self._agents[place]
         if random.random() < 0.75:
             agent.step()
-        path, data = PATHS[agent.shape], json.dumps(agent.write() | {"stream": random.random() < 0.3}).encode()
+        path, data = (
+            PATHS[agent.shape],
+            json.dumps(agent.write() | {"stream": random.random() < 0.3}).encode(),
+        )
         odd = random.random()
         if odd < 0.05:
             data = Writer(random).bytes()
         elif odd < 0.08:
-            data = random.choice([b"", b"{", b"\xff" * 30, b'{"messages": 5}', data[:-5], random.choice(list(BODIES.values()))])
+            data = random.choice(
+                [
+                    b"",
+                    b"{",
+                    b"\xff" * 30,
+                    b'{"messages": 5}',
+                    data[:-5],
+                    random.choice(list(BODIES.values())),
+                ]
+            )
         elif odd < 0.12 or host == "h4":
-            call = {"name": random.choice(["bash", "mcp__x__list"]), "arguments": {"a": random.randrange(2)}}
+            call = {
+                "name": random.choice(["bash", "mcp__x__list"]),
+                "arguments": {"a": random.randrange(2)},
+            }
             method = random.choice(["tools/call", "tools/call", "tools/list", "ping"])
             path, data = (
                 "/mcp",
-                json.dumps({"jsonrpc": "2.0", "id": random.randrange(9), "method": method, "params": call}).encode(),
+                json.dumps(
+                    {"jsonrpc": "2.0", "id": random.randrange(9), "method": method, "params": call}
+                ).encode(),
             )
             named = [*named, ("mcp-method", method), ("mcp-session-id", "m")]
         if random.random() < 0.1:
-            coding, pack = random.choice([("gzip", gzip.compress), ("br", brotli.compress), ("deflate", zlib.compress)])
+            coding, pack = random.choice(
+                [("gzip", gzip.compress), ("br", brotli.compress), ("deflate", zlib.compress)]
+            )
             named, data = [*named, ("content-encoding", coding)], pack(data)
         path += random.choice(["", "", "", "?team=a", "?team=b&x=1"])
         mode = random.choice(
-            ["BUFFERED", "BUFFERED", "BUFFERED", "FULL_DUPLEX_STREAMED", "STREAMED", "BUFFERED_PARTIAL", "NONE"]
+            [
+                "BUFFERED",
+                "BUFFERED",
+                "BUFFERED",
+                "FULL_DUPLEX_STREAMED",
+                "STREAMED",
+                "BUFFERED_PARTIAL",
+                "NONE",
+            ]
         )
-        return f"{host}{path} {mode}", self._frame(host, path, named, data, mode), mode != "FULL_DUPLEX_STREAMED"
+        return (
+            f"{host}{path} {mode}",
+            self._frame(host, path, named, data, mode),
+            mode != "FULL_DUPLEX_STREAMED",
+        )
 
     def _frame(self, host: str, path: str, named: _Headers, data: bytes, mode: str) -> list[bytes]:
         random = self._random
         head = ProcessingRequest()
         head.request_headers.end_of_stream = bare = random.random() < 0.02
         method = "GET" if bare else "POST"
-        pseudo: _Headers = [(":method", method), (":path", path), (":authority", host), ("content-type", "application/json")]
+        pseudo: _Headers = [
+            (":method", method),
+            (":path", path),
+            (":authority", host),
+            ("content-type", "application/json"),
+        ]
         for name, value in [*pseudo, *named]:
             head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
         if random.random() < 0.9:
-            head.protocol_config.request_body_mode = MODES[mode]  # type: ignore[assignment]  # proto3 enums are open
+            # Proto3 enums are open
+            head.protocol_config.request_body_mode = MODES[mode]  # type: ignore[assignment]
         if random.random() < 0.9:
-            head.attributes[ATTRIBUTES].update({"source.address": f"10.0.0.{random.randrange(3)}:99", "xds.route_name": "r"})
+            head.attributes[ATTRIBUTES].update(
+                {"source.address": f"10.0.0.{random.randrange(3)}:99", "xds.route_name": "r"}
+            )
         if random.random() < 0.5:
             claims = {"payload": {"sub": random.choice(["ann", "bob"]), "org": "o"}}
             head.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update(claims)
@@ -364,7 +469,11 @@ class Traffic:
     def make_entry(self) -> dict[str, Any]:
         """An access log entry, without Loopguard's metadata."""
         random = self._random
-        told = {"input": random.randrange(5_000), "output": random.randrange(900), "cache_read": random.randrange(50)}
+        told = {
+            "input": random.randrange(5_000),
+            "output": random.randrange(900),
+            "cache_read": random.randrange(50),
+        }
         return {
             "status": random.choice([200, 200, 200, 200, 429, 500, 503, 0]),
             "told": told if random.random() < 0.7 else None,
@@ -381,7 +490,9 @@ class Traffic:
                 {"session": {"x-session-id": f"run a{random.randrange(14)}"}},
             ]
         )
-        more = {"grant": {"steps": 5, "tool_calls": 3, "cost": 0.5, "key": "k"}, "release": {}}.get(kind, {"seconds": 90_000})
+        more = {"grant": {"steps": 5, "tool_calls": 3, "cost": 0.5, "key": "k"}, "release": {}}.get(
+            kind, {"seconds": 90_000}
+        )
         policy = random.choice(["session", "turns", "canonical", "budgets"])
         return {"kind": kind, "policy": policy, "reason": "why", **target, **more}
 
@@ -390,21 +501,42 @@ class Traffic:
 
 
 class Side:
-    def __init__(self, python: str, folder: Path, environment: Mapping[str, str], *flags: str) -> None:
+    def __init__(
+        self, python: str, folder: Path, environment: Mapping[str, str], *flags: str
+    ) -> None:
         folder.mkdir()
         self._log = folder / "log"
         address = f"unix:{folder}/s"
-        command = [python, "-P", "-c", _MAIN, "serve", "--listen", address, "--admin", "127.0.0.1:0", *flags]
+        command = [
+            python,
+            "-P",
+            "-c",
+            _MAIN,
+            "serve",
+            "--listen",
+            address,
+            "--admin",
+            "127.0.0.1:0",
+            *flags,
+        ]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **environment})
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **environment}
+            )
         self._channel = grpc.aio.insecure_channel(address)
-        self._process_call = self._channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
-        self._tell = self._channel.stream_unary("/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs")
+        self._process_call = self._channel.stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+        )
+        self._tell = self._channel.stream_unary(
+            "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
+        )
         self._admin = self._wait()
 
     def _wait(self) -> int:
         for _ in range(600):
-            if found := re.search(r"serving listen=\S+ admin=\S+?:(\d+) ", told := self._log.read_text()):
+            if found := re.search(
+                r"serving listen=\S+ admin=\S+?:(\d+) ", told := self._log.read_text()
+            ):
                 print(f"{self._log.parent.name}: {told.splitlines()[0]}")
                 return int(found[1])
             if self._process.poll() is not None:
@@ -423,7 +555,9 @@ class Side:
                     if _is_last(answer, waits=waits):
                         said.set()
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.INTERNAL:  # grpcio's own error for a stream that is reset after its end
+                if (
+                    error.code() is not grpc.StatusCode.INTERNAL
+                ):  # grpcio's own error for a stream that is reset after its end
                     answers.append(_ERROR + f"{error.code()} {error.details()}".encode())
             said.set()
 
@@ -432,8 +566,12 @@ class Side:
             for number, message in enumerate(messages, 1):
                 said.clear()
                 await call.write(message)
-                with suppress(TimeoutError):  # a body that is streamed may be refused by its headers
-                    async with asyncio.timeout(20 if waits or number == len(messages) else 0.008 if number == 1 else 0):
+                with suppress(
+                    TimeoutError
+                ):  # a body that is streamed may be refused by its headers
+                    async with asyncio.timeout(
+                        20 if waits or number == len(messages) else 0.008 if number == 1 else 0
+                    ):
                         await said.wait()
                 if reader.done() or (said.is_set() and not waits):
                     break
@@ -450,7 +588,8 @@ class Side:
             if answer.startswith(_ERROR):
                 continue
             if "loopguard" in (said := ProcessingResponse.FromString(answer).dynamic_metadata):
-                metadata["loopguard"].MergeFrom(said["loopguard"])  # type: ignore[arg-type]  # a Struct
+                # A Struct
+                metadata["loopguard"].MergeFrom(said["loopguard"])  # type: ignore[arg-type]
         await self._tell(iter([message.SerializeToString()]), timeout=20)
 
     def ask(self, path: str, order: object = None, method: str = "GET") -> tuple[int, str]:
@@ -496,7 +635,11 @@ def _read_answers(answers: list[bytes]) -> dict[str, str]:
     read: dict[str, str] = {}
     for number, answer in enumerate(answers):
         failed = answer.startswith(_ERROR)
-        message: dict[str, Any] = {"error": answer.decode()} if failed else MessageToDict(ProcessingResponse.FromString(answer))
+        message: dict[str, Any] = (
+            {"error": answer.decode()}
+            if failed
+            else MessageToDict(ProcessingResponse.FromString(answer))
+        )
         metadata = message.pop("dynamicMetadata", {})
         read |= {f"metadata:{path}": value for path, value in _flatten(metadata, f"[{number}]")}
         read |= {f"answer:{path}": value for path, value in _flatten(message, f"[{number}]")}
@@ -512,7 +655,9 @@ def _read_metrics(text: str) -> dict[str, str]:
 def _read_page(path: str, answer: tuple[int, str]) -> dict[str, str]:
     status, text = answer
     try:
-        return {f"admin:{path} {status}{place}": value for place, value in _flatten(json.loads(text))}
+        return {
+            f"admin:{path} {status}{place}": value for place, value in _flatten(json.loads(text))
+        }
     except ValueError:
         return {f"admin:{path} {status}": text}
 
@@ -539,8 +684,16 @@ class Differences:
     def compare(self, about: str, before: Mapping[str, str], after: Mapping[str, str]) -> None:
         for name in before.keys() | after.keys() if before != after else ():
             if before.get(name) != after.get(name) and not self._ignored.match(name):
-                kind = re.sub(r"\[\d+\]", "", re.sub(r"\{.*|[0-9a-f]{8,}|\d{4,}", "*", name) if name[0] in "mk" else name)
-                shown = {"at": f"{name} {about}", "before": before.get(name, "-"), "after": after.get(name, "-")}
+                kind = re.sub(
+                    r"\[\d+\]",
+                    "",
+                    re.sub(r"\{.*|[0-9a-f]{8,}|\d{4,}", "*", name) if name[0] in "mk" else name,
+                )
+                shown = {
+                    "at": f"{name} {about}",
+                    "before": before.get(name, "-"),
+                    "after": after.get(name, "-"),
+                }
                 example = [f"  {what}: {text[:600]}" for what, text in shown.items()]
                 self.found.setdefault(kind, [0, *example])[0] += 1
 
@@ -560,15 +713,33 @@ def _write_files(options: argparse.Namespace, folder: Path) -> list[str]:
     (folder / "tokens").chmod(0o600)
     (folder / "clock.c").write_text(_CLOCK_C)
     policy = folder / "policy.json"
-    policy.write_text(json.dumps({"bundle_version": 1, "policies": options.policies, "kill_switches": _KILLS}))
-    flags = ["--policy", str(policy), "--hash-key-file", f"{folder}/key", "--admin-token-file", f"{folder}/tokens"]
+    policy.write_text(
+        json.dumps({"bundle_version": 1, "policies": options.policies, "kill_switches": _KILLS})
+    )
+    flags = [
+        "--policy",
+        str(policy),
+        "--hash-key-file",
+        f"{folder}/key",
+        "--admin-token-file",
+        f"{folder}/tokens",
+    ]
     return [*flags, "--store-timeout", "5", "--drain-delay", "0", *options.flag]
 
 
-async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differences:  # noqa: C901  # step by step
+# Step by step
+async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differences:  # noqa: C901
     """Send everything to both versions, on one kind of store."""
-    differences, flags, clock = Differences(options.ignore), _write_files(options, folder), folder / "clock"
-    environment = {"PYTHONPATH": str(folder), "DIFFERENTIAL_CLOCK": str(clock), "PYTHONHASHSEED": "0"}
+    differences, flags, clock = (
+        Differences(options.ignore),
+        _write_files(options, folder),
+        folder / "clock",
+    )
+    environment = {
+        "PYTHONPATH": str(folder),
+        "DIFFERENTIAL_CLOCK": str(clock),
+        "PYTHONHASHSEED": "0",
+    }
     clients: list[Any] = []
     with ExitStack() as stack, clock.open("r+b") as file:
         now = mmap.mmap(file.fileno(), 8)
@@ -577,7 +748,10 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
             more = []
             if store == "valkey":
                 clients.append(stack.enter_context(_serve_valkey(folder, clock)))
-                more = ["--store", f"redis://127.0.0.1:{clients[-1].connection_pool.connection_kwargs['port']}"]
+                more = [
+                    "--store",
+                    f"redis://127.0.0.1:{clients[-1].connection_pool.connection_kwargs['port']}",
+                ]
             sides.append(Side(python, folder / name, environment, *flags, *more))
             stack.callback(sides[-1].stop)
         random, moment, answered, given = Random(f"{options.seed} {store}"), _NOON, 0, ""
@@ -585,11 +759,15 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
             traffic = Traffic(Random(f"{options.seed} {batch}"))
             for number in range(min(_BATCH, options.exchanges - batch * _BATCH)):
                 if number % 10 == 0:
-                    await asyncio.sleep(0.04 if clients else 0)  # for what servers write after their answers
+                    await asyncio.sleep(
+                        0.04 if clients else 0
+                    )  # for what servers write after their answers
                     moment += random.choice([50, 200, 1_000, 3_000]) * 10**6
                     now[:] = moment.to_bytes(8, "little")
                 where, messages, waits = traffic.make()
-                answers = await asyncio.gather(*(side.send(messages, waits=waits) for side in sides))
+                answers = await asyncio.gather(
+                    *(side.send(messages, waits=waits) for side in sides)
+                )
                 answered += len(answers[0])
                 if answers[0] != answers[1]:
                     about = f"{where} {messages[1] if messages[1:] else b''!r}"
@@ -599,7 +777,9 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
                     differences.compare(about, *read)
                 if random.random() < 0.5:
                     entry = traffic.make_entry()
-                    await asyncio.gather(*(side.tell(said, entry) for side, said in zip(sides, answers, strict=True)))
+                    await asyncio.gather(
+                        *(side.tell(said, entry) for side, said in zip(sides, answers, strict=True))
+                    )
                 await asyncio.sleep(0.001 if clients else 0)
                 if random.random() < 0.005:
                     for side in sides if given else ():
@@ -607,14 +787,23 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
                     order = traffic.make_order()
                     replies = [side.ask("/overrides", order, "POST") for side in sides]
                     given = json.loads(replies[0][1]).get("override", "")
-                    differences.compare(json.dumps(order), *(_read_page("order", reply) for reply in replies))
+                    differences.compare(
+                        json.dumps(order), *(_read_page("order", reply) for reply in replies)
+                    )
             for page in _PAGES:
-                differences.compare(f"batch {batch}", *(_read_page(page, side.ask(page)) for side in sides))
-            differences.compare(f"batch {batch}", *(_read_metrics(side.ask("/metrics")[1]) for side in sides))
+                differences.compare(
+                    f"batch {batch}", *(_read_page(page, side.ask(page)) for side in sides)
+                )
+            differences.compare(
+                f"batch {batch}", *(_read_metrics(side.ask("/metrics")[1]) for side in sides)
+            )
             if clients:
                 differences.compare(f"batch {batch}", *map(_read_keys, clients))
             moment += 30 * 10**9
-    print(f"{store}: {options.exchanges} exchanges, {answered} answers, {len(differences.found)} kinds of differences")
+    print(
+        f"{store}: {options.exchanges} exchanges, {answered} answers, {len(differences.found)} "
+        "kinds of differences"
+    )
     return differences
 
 
@@ -622,10 +811,22 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
 def _serve_valkey(folder: Path, clock: Path) -> Iterator[Any]:
     library = folder / "clock.so"
     if not library.exists():
-        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, folder / "clock.c"], check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", "-O2", "-o", library, folder / "clock.c"], check=True
+        )
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [SERVER, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    command = [
+        SERVER,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]
     environment = {**os.environ, "LD_PRELOAD": str(library), "DIFFERENTIAL_CLOCK": str(clock)}
     with (folder / f"valkey-{port}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
@@ -644,7 +845,9 @@ def _serve_valkey(folder: Path, clock: Path) -> Iterator[Any]:
 
 def _accepts(python: str, policies: list[dict[str, Any]], folder: Path) -> str:
     file = folder / "tried.json"
-    file.write_text(json.dumps({"bundle_version": 1, "policies": policies, "kill_switches": _KILLS}))
+    file.write_text(
+        json.dumps({"bundle_version": 1, "policies": policies, "kill_switches": _KILLS})
+    )
     command = [python, "-P", "-c", _MAIN, "validate", str(file)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stderr + done.stdout
@@ -668,8 +871,19 @@ def main() -> int:
     parser.add_argument("--exchanges", type=int, default=20_000)
     parser.add_argument("--store", choices=["memory", "valkey", "both"], default="both")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="kinds that may differ; repeatable")
-    parser.add_argument("--flag", action="append", default=[], help="another flag of serve; repeatable: --flag=--record")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="kinds that may differ; repeatable",
+    )
+    parser.add_argument(
+        "--flag",
+        action="append",
+        default=[],
+        help="another flag of serve; repeatable: --flag=--record",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="differential") as name:
         folder = Path(name)
@@ -678,7 +892,11 @@ def main() -> int:
         for store in stores:
             (folder / store).mkdir()
         with ProcessPoolExecutor(len(stores), get_context("spawn")) as pool:
-            found = list(pool.map(_start, [options] * len(stores), stores, [folder / store for store in stores]))
+            found = list(
+                pool.map(
+                    _start, [options] * len(stores), stores, [folder / store for store in stores]
+                )
+            )
     for differences in found:
         differences.print()
     return int(any(differences.found for differences in found))

@@ -23,7 +23,8 @@ _NOTE = "Loop detected: the same again. " * 20
 _ROOM = 512
 _OFTEN = 100
 _AGAIN = 4
-# Bytes: the longest body that is edited, and shorter ones, which leave more steps for their contents.
+# Bytes: the longest body that is edited, and shorter ones, which leave more steps for their
+# contents.
 _SIZES = (MAX_BYTES, MAX_BYTES // 2, MAX_BYTES // 8, 2**15)
 
 _FILLINGS: Mapping[str, tuple[str, str, str]] = {
@@ -50,8 +51,16 @@ _FILLINGS: Mapping[str, tuple[str, str, str]] = {
     "tools in lists": ("[", '{"functionDeclarations":[{"name":"f"}]},', "{}]"),
     "kinds of tools": ("[", '{"googleSearch":{},"codeExecution":{}},', "{}]"),
     "messages": ("[", '{"role":"user","content":"a"},', '{"role":"user","content":"a"}]'),
-    "messages of an assistant": ("[", '{"role":"assistant","content":"a"},', '{"role":"assistant","content":"a"}]'),
-    "messages of a model": ("[", '{"role":"model","parts":[{"text":"a"}]},', '{"role":"model","parts":[{"text":"a"}]}]'),
+    "messages of an assistant": (
+        "[",
+        '{"role":"assistant","content":"a"},',
+        '{"role":"assistant","content":"a"}]',
+    ),
+    "messages of a model": (
+        "[",
+        '{"role":"model","parts":[{"text":"a"}]},',
+        '{"role":"model","parts":[{"text":"a"}]}]',
+    ),
     "members": ("{", '"%06d":0,', '"":0}'),
     "spread members": ("{", '"%06d" :0,', '"":0}'),
     "members of text": ("{", '"output%06d":"a",', '"":0}'),
@@ -62,21 +71,34 @@ _FILLINGS: Mapping[str, tuple[str, str, str]] = {
         "",
         '"a"' + '},{"type":"text","text":"b"}]' * 400,
     ),
-    "nested results of text": ('[{"type":"tool_result","content":' * 200 + '"', "a", '"' + "}]" * 200),
-}  # fmt: skip  # one filling, one line
+    "nested results of text": (
+        '[{"type":"tool_result","content":' * 200 + '"',
+        "a",
+        '"' + "}]" * 200,
+    ),
+}
 
 _STEERED: Mapping[str, tuple[str, str]] = {
     "beside a chat": ('{"x":', ',"messages":[{"role":"user","content":"a"}]}'),
     "behind a chat": ('{"messages":[{"role":"user","content":"a"}],"x":', "}"),
     "a chat's messages": ('{"messages":', "}"),
-    "an older message": ('{"messages":[{"role":"user","content":', '},{"role":"user","content":"a"}]}'),
+    "an older message": (
+        '{"messages":[{"role":"user","content":',
+        '},{"role":"user","content":"a"}]}',
+    ),
     "a message's content": ('{"messages":[{"role":"user","content":', "}]}"),
     "beside a content": ('{"messages":[{"role":"user","x":', ',"content":"a"}]}'),
     "a result of a chat": ('{"messages":[{"role":"assistant"},{"role":"tool","content":', "}]}"),
     "a role": ('{"messages":[{"content":"a","role":', "}]}"),
-    "a result": ('{"messages":[{"role":"user","content":[{"type":"tool_result","content":', "}]}]}"),
+    "a result": (
+        '{"messages":[{"role":"user","content":[{"type":"tool_result","content":',
+        "}]}]}",
+    ),
     "a kind": ('{"messages":[{"role":"user","content":[{"content":"a","type":', "}]}]}"),
-    "beside a result's content": ('{"messages":[{"role":"user","content":[{"type":"tool_result","x":', "}]}]}"),
+    "beside a result's content": (
+        '{"messages":[{"role":"user","content":[{"type":"tool_result","x":',
+        "}]}]}",
+    ),
     "a text in a result": (
         '{"messages":[{"role":"user","content":[{"type":"tool_result","content":[{"type":"text","text":',
         "}]}]}]}",
@@ -85,15 +107,24 @@ _STEERED: Mapping[str, tuple[str, str]] = {
         '{"messages":[{"role":"user","content":[{"type":"text","text":',
         "}" + ',{"type":"tool_result","content":"a"}' * 90 + "]}]}",
     ),
-    "Bedrock's result": ('{"messages":[{"role":"user","content":[{"toolResult":{"content":', "}}]}]}"),
-    "Bedrock's text": ('{"messages":[{"role":"user","content":[{"toolResult":{"content":[{"text":', "}]}}]}]}"),
+    "Bedrock's result": (
+        '{"messages":[{"role":"user","content":[{"toolResult":{"content":',
+        "}}]}]}",
+    ),
+    "Bedrock's text": (
+        '{"messages":[{"role":"user","content":[{"toolResult":{"content":[{"text":',
+        "}]}}]}]}",
+    ),
     "Responses' items": ('{"input":', "}"),
     "Responses' output": ('{"input":[{"type":"function_call_output","output":', "}]}"),
     "Responses' content": ('{"input":[{"role":"user","content":', "}]}"),
     "Gemini's contents": ('{"contents":', "}"),
     "Gemini's parts": ('{"contents":[{"parts":', "}]}"),
     "Gemini's response": ('{"contents":[{"parts":[{"functionResponse":{"response":', "}}]}]}"),
-    "Gemini's output": ('{"contents":[{"parts":[{"functionResponse":{"response":{"output":', "}}}]}]}"),
+    "Gemini's output": (
+        '{"contents":[{"parts":[{"functionResponse":{"response":{"output":',
+        "}}}]}]}",
+    ),
     "Gemini's, wrapped": ('{"request":{"contents":[{"parts":', "}]}}"),
     "beside Gemini's, wrapped": ('{"request":{"x":', ',"contents":[{"parts":[{"text":"a"}]}]}}'),
     "a prompt": ('{"prompt":', "}"),
@@ -125,11 +156,20 @@ _NARROWED: Mapping[str, tuple[str, str]] = {
     ),
     "a history that is kept": ('{"tools":[{"name":"f"}],"input":"a","conversation":', "}"),
     "Responses' tools": ('{"input":"a","tools":', "}"),
-    "tools of a namespace": ('{"input":"a","tools":[{"type":"namespace","name":"n","tools":', "}]}"),
+    "tools of a namespace": (
+        '{"input":"a","tools":[{"type":"namespace","name":"n","tools":',
+        "}]}",
+    ),
     "Responses' items": ('{"tools":[{"name":"f"}],"input":', "}"),
     "Bedrock's tools": (f'{{{_CALLED},"toolConfig":{{"tools":', "}}"),
-    "Bedrock's choice": (f'{{{_CALLED},"toolConfig":{{"tools":[{{"toolSpec":{{"name":"f"}}}}],"toolChoice":', "}}"),
-    "Gemini's tools": ('{"contents":[{"role":"model","parts":[{"functionCall":{"name":"f"}}]}],"tools":', "}"),
+    "Bedrock's choice": (
+        f'{{{_CALLED},"toolConfig":{{"tools":[{{"toolSpec":{{"name":"f"}}}}],"toolChoice":',
+        "}}",
+    ),
+    "Gemini's tools": (
+        '{"contents":[{"role":"model","parts":[{"functionCall":{"name":"f"}}]}],"tools":',
+        "}",
+    ),
     "Gemini's functions": ('{"contents":[],"tools":[{"functionDeclarations":', "}]}"),
     "Gemini's names": (
         f'{{"contents":[],"tools":[{{"functionDeclarations":{_TWO}}}],"toolConfig":{{"functionCallingConfig":{{"allowedFunctionNames":',
@@ -161,16 +201,26 @@ def fill(filling: str, before: str, behind: str, size: int) -> bytes:
 
 def find_worst_note(*, quick: bool) -> Worst:
     request = HttpRequest("POST", "/v1/x")
-    return _find_worst("notes", _STEERED, [lambda body: b"".join(steer(request, body, _NOTE, make_marks))], quick=quick)
+    return _find_worst(
+        "notes",
+        _STEERED,
+        [lambda body: b"".join(steer(request, body, _NOTE, make_marks))],
+        quick=quick,
+    )
 
 
 def find_worst_narrowing(*, quick: bool) -> Worst:
     request = HttpRequest("POST", "/v1/x")
-    edits: list[_Edit] = [lambda body: narrow(request, body, Tools({"f"})), lambda body: narrow(request, body, Tools(None))]
+    edits: list[_Edit] = [
+        lambda body: narrow(request, body, Tools({"f"})),
+        lambda body: narrow(request, body, Tools(None)),
+    ]
     return _find_worst("narrowing", _NARROWED, edits, quick=quick)
 
 
-def _find_worst(title: str, places: Mapping[str, tuple[str, str]], edits: Sequence[_Edit], *, quick: bool) -> Worst:
+def _find_worst(
+    title: str, places: Mapping[str, tuple[str, str]], edits: Sequence[_Edit], *, quick: bool
+) -> Worst:
     worst = Worst(0.0, "", 0)
     freeze_objects()  # as in a server
     sizes = _SIZES[::3] if quick else _SIZES

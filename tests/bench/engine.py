@@ -17,7 +17,9 @@ from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, cpu_us, difference, interleaved, ratio
 
-TITLE = "engine: the guard's own work per request (POST 1 KB, 16 headers, one policy, counts in memory)"
+TITLE = (
+    "engine: the guard's own work per request (POST 1 KB, 16 headers, one policy, counts in memory)"
+)
 
 _DECODE = msgspec.json.Decoder().decode
 
@@ -49,12 +51,17 @@ _Pairs = Sequence[tuple[bytes, bytes]]
 
 def _make_pairs(count: int, users: int) -> _Pairs:
     return [
-        (samples.headers_message(user=f"user-{number % users}"), samples.body_message(samples.chat_body(number)))
+        (
+            samples.headers_message(user=f"user-{number % users}"),
+            samples.body_message(samples.chat_body(number)),
+        )
         for number in range(count)
     ]
 
 
-def _measure(policies: list[dict[str, Any]], pairs: _Pairs, overrides: Overrides | None = None) -> float:
+def _measure(
+    policies: list[dict[str, Any]], pairs: _Pairs, overrides: Overrides | None = None
+) -> float:
     """Microseconds for a stream, from its first byte to its last. Every round has a new store."""
     serving = samples.service(samples.engine(policies))
     serving.overrides = overrides
@@ -84,9 +91,12 @@ def _measure_parsing(pairs: _Pairs) -> float:
 
 def _grow(numbers: Iterable[int]) -> tuple[_Pairs, list[bytes]]:
     """Requests of agents that take turns, for each number of calls made, and their bodies."""
-    bodies = [(user, samples.agent_body(user, calls)) for calls in numbers for user in range(_AGENTS)]
+    bodies = [
+        (user, samples.agent_body(user, calls)) for calls in numbers for user in range(_AGENTS)
+    ]
     pairs = [
-        (samples.headers_message(user=f"user-{user}", length=len(body)), samples.body_message(body)) for user, body in bodies
+        (samples.headers_message(user=f"user-{user}", length=len(body)), samples.body_message(body))
+        for user, body in bodies
     ]
     return pairs, [body for _, body in bodies]
 
@@ -104,16 +114,32 @@ def _run_growing(rounds: int) -> list[Row]:
     young, _ = _grow(_FIRST_CALLS)
     works = {
         "young": lambda: _measure(_GROWING["turns"], young),
-        "young, steering": lambda: _measure([samples.policy(similarity="turns", action="steer")], young),
+        "young, steering": lambda: _measure(
+            [samples.policy(similarity="turns", action="steer")], young
+        ),
         "decode": lambda: _measure_decoding(bodies),
-        **{name: lambda policies=policies: _measure(policies, pairs) for name, policies in _GROWING.items()},  # type: ignore[misc]  # a lambda's defaults
+        **{
+            name: lambda policies=policies: _measure(policies, pairs)  # type: ignore[misc]  # a lambda's defaults
+            for name, policies in _GROWING.items()
+        },
     }
     found = interleaved(rounds, works)
     sizes = f"{len(bodies[0]) / 1000:.0f} to {len(bodies[-1]) / 1000:.0f} KB"
     spent = f"{median(found['turns']):.0f} us vs. {median(found['decode']):.0f} us"
     return [
-        Row(f"agents that grow from {sizes}, turns vs. decoding", ratio(found, "turns", "decode"), "x", _GROWING_LIMIT, spent),
-        Row("the same with session limits vs. turns", ratio(found, "turns, limits", "turns"), "x", _GROWING_LIMITS_LIMIT),
+        Row(
+            f"agents that grow from {sizes}, turns vs. decoding",
+            ratio(found, "turns", "decode"),
+            "x",
+            _GROWING_LIMIT,
+            spent,
+        ),
+        Row(
+            "the same with session limits vs. turns",
+            ratio(found, "turns, limits", "turns"),
+            "x",
+            _GROWING_LIMITS_LIMIT,
+        ),
         Row(
             "young agents, steering vs. rejecting",
             ratio(found, "young, steering", "young"),
@@ -126,13 +152,21 @@ def _run_growing(rounds: int) -> list[Row]:
 def _make_overrides() -> Overrides:
     """A thousand orders of four kinds, none of which matches a measured request."""
     targets = [
-        *(Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"other-{number}")),)) for number in range(250)),
+        *(
+            Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"other-{number}")),))
+            for number in range(250)
+        ),
         *(Target(caller=f"{number:016x}") for number in range(250)),
         *(Target(fingerprint=f"{number:08x}") for number in range(250)),
         *(Target(caller=f"{number:016x}", fingerprint=f"{number:08x}") for number in range(250)),
     ]
     ends = time() + 3_600
-    return Overrides([ActiveOverride(str(number), BLOCK, target, "", 0, ends, "", "") for number, target in enumerate(targets)])
+    return Overrides(
+        [
+            ActiveOverride(str(number), BLOCK, target, "", 0, ends, "", "")
+            for number, target in enumerate(targets)
+        ]
+    )
 
 
 def run(*, quick: bool) -> list[Row]:
@@ -145,21 +179,47 @@ def run(*, quick: bool) -> list[Row]:
         "parsing": lambda: _measure_parsing(pairs),
         "whole": lambda: _measure([samples.policy()], pairs),
         "overrides": lambda: _measure([samples.policy()], pairs, overrides),
-        **{name: lambda policies=policies: _measure(policies, sessions) for name, policies in _POLICIES.items()},  # type: ignore[misc]  # a lambda's defaults
+        **{
+            name: lambda policies=policies: _measure(policies, sessions)  # type: ignore[misc]  # a lambda's defaults
+            for name, policies in _POLICIES.items()
+        },
     }
     progress("engine: whole streams", 1, 1)
     found = interleaved(rounds, works)
     overridden, on_turns, on_exact = (
-        difference(found, *names) for names in (("overrides", "whole"), ("turns, limits", "turns"), ("limits", "plain"))
+        difference(found, *names)
+        for names in (("overrides", "whole"), ("turns, limits", "turns"), ("limits", "plain"))
     )
     limits = f"of steps, tool calls, one tool and money, in sessions of {_SESSION_STEPS} steps"
     return [
-        Row("own work per request", difference(found, "whole", "parsing"), "us", _LIMIT_US, "all but parsing"),
-        Row("parsing both messages", median(found["parsing"]), "us", note="every server must do this"),
+        Row(
+            "own work per request",
+            difference(found, "whole", "parsing"),
+            "us",
+            _LIMIT_US,
+            "all but parsing",
+        ),
+        Row(
+            "parsing both messages",
+            median(found["parsing"]),
+            "us",
+            note="every server must do this",
+        ),
         Row("1,000 overrides: extra cost", overridden, "us", _OVERRIDES_LIMIT_US, "of four shapes"),
         Row("session limits in addition to turns", on_turns, "us", _SESSION_LIMIT_US, limits),
-        Row("session limits in addition to exact", on_exact, "us", _SESSION_LIMIT_US, "which does not inspect the body"),
-        Row("a rule and the detector vs. the detector", ratio(found, "rule", "plain"), "x", _RULE_LIMIT),
+        Row(
+            "session limits in addition to exact",
+            on_exact,
+            "us",
+            _SESSION_LIMIT_US,
+            "which does not inspect the body",
+        ),
+        Row(
+            "a rule and the detector vs. the detector",
+            ratio(found, "rule", "plain"),
+            "x",
+            _RULE_LIMIT,
+        ),
         Row("a canary and its policy vs. the policy", ratio(found, "canary", "plain"), "x"),
         *_run_growing(rounds),
     ]

@@ -1,4 +1,7 @@
-"""The guard behind the real Envoy, compared with empty servers: CPU per request of the server and of Envoy."""
+"""The guard behind the real Envoy, compared with empty servers.
+
+CPU per request of the server and of Envoy.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from tests.bench.timing import process_cpu, ratio, spread
 from tests.support.servers import free_port
 
 TITLE = (
-    "envoy: CPU per request behind the real Envoy (POST 1 KB, 16 connections, concurrency 1; servers have their own processor)"
+    "envoy: CPU per request behind the real Envoy (POST 1 KB, 16 connections, concurrency 1; "
+    "servers have their own processor)"
 )
 
 _CONNECTIONS = 16
@@ -72,7 +76,12 @@ class _Lab:
     """Envoy and the servers, and by listener why one is missing."""
 
     def __init__(
-        self, envoy: int, ports: Mapping[str, int], pids: Mapping[str, int], admins: Mapping[str, int], missing: dict[str, str]
+        self,
+        envoy: int,
+        ports: Mapping[str, int],
+        pids: Mapping[str, int],
+        admins: Mapping[str, int],
+        missing: dict[str, str],
     ) -> None:
         self.ports = ports
         self.missing = missing
@@ -85,14 +94,18 @@ class _Lab:
         before = self._clocks(name)
         chats = write_chats(self._sent[name], requests)
         seconds = asyncio.run(load(self.ports[name], _CONNECTIONS, chats, requests))
-        used, envoy = (after - start for after, start in zip(self._clocks(name), before, strict=True))
+        used, envoy = (
+            after - start for after, start in zip(self._clocks(name), before, strict=True)
+        )
         self._sent[name] += requests
         return _Cost(used / requests * 1e6, envoy / requests * 1e6, requests / seconds)
 
     def check_guards(self) -> None:
         """Check that each guard saw every body and refused nothing."""
         for name in self._pids.keys() & self._admins.keys():
-            with urlopen(f"http://127.0.0.1:{self._admins[name]}/metrics", timeout=10) as answer:  # our own server
+            with urlopen(
+                f"http://127.0.0.1:{self._admins[name]}/metrics", timeout=10
+            ) as answer:  # our own server
                 text = answer.read().decode()
             line = 'loopguard_requests_total{action="allow",mode="enforce",policy="policy-00000"} '
             counted = float(text.partition(line)[2].partition("\n")[0] or 0)
@@ -116,12 +129,16 @@ def _lab(directory: Path) -> Iterator[_Lab]:
             name: stack.enter_context(running(command, servers[name], directory / f"{name}.log"))
             for name, command in commands.items()
         }
-        proxy = stack.enter_context(running_envoy(directory, ports, {name: servers[name] for name in commands}))
+        proxy = stack.enter_context(
+            running_envoy(directory, ports, {name: servers[name] for name in commands})
+        )
         stack.enter_context(apart(pids.values(), [proxy]))
         yield _Lab(proxy, ports, pids, admins, missing)
 
 
-def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int]) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _commands(
+    policy: Path, ports: Mapping[str, int], admins: Mapping[str, int]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
     def guard(name: str, build: Path, *flags: str) -> list[str]:
         return serve(build, policy, ports[name], "--admin", f"127.0.0.1:{admins[name]}", *flags)
 
@@ -163,13 +180,28 @@ def _rows(found: Mapping[str, list[_Cost]], missing: Mapping[str, str]) -> list[
     for name, reference, label, at_most, note in _COMPARISONS:
         why = missing.get(name) or missing.get(reference)
         figure = None if why else ratio(server, name, reference)
-        rows.append(Row(label, figure, "x", at_most, why or f"{note}{spread(server, name, reference)}"))
+        rows.append(
+            Row(label, figure, "x", at_most, why or f"{note}{spread(server, name, reference)}")
+        )
     for name, label in _SERVERS.items():
-        rows.append(Row(label, median(server[name]) if name in server else None, "us", None, missing.get(name, "")))
+        rows.append(
+            Row(
+                label,
+                median(server[name]) if name in server else None,
+                "us",
+                None,
+                missing.get(name, ""),
+            )
+        )
     for name, costs in found.items():
         per_second = median(cost.per_second for cost in costs)
         label = _SERVERS.get(name, "without the filter")
         rows.append(
-            Row(f"Envoy itself, {label}", median(cost.envoy for cost in costs), "us", note=f"{per_second:,.0f} requests/s")
+            Row(
+                f"Envoy itself, {label}",
+                median(cost.envoy for cost in costs),
+                "us",
+                note=f"{per_second:,.0f} requests/s",
+            )
         )
     return rows

@@ -17,11 +17,13 @@ _MANY = 1_000_000
 
 
 @contextmanager
-def running_envoy(directory: Path, listeners: Mapping[str, int], servers: Mapping[str, int]) -> Iterator[int]:
+def running_envoy(
+    directory: Path, listeners: Mapping[str, int], servers: Mapping[str, int]
+) -> Iterator[int]:
     """An Envoy with one worker until the block ends. Yields its process id.
 
-    Each listener calls the server of its name; without one, it buffers the body, as the filter does. Both are given as ports on
-    loopback.
+    Each listener calls the server of its name; without one, it buffers the body, as the filter
+    does. Both are given as ports on loopback.
     """
     config = directory / "envoy.json"
     shown = [_listener(name, port, asks=name in servers) for name, port in listeners.items()]
@@ -39,8 +41,16 @@ def _address(port: int) -> dict[str, Any]:
 
 
 def _listener(name: str, port: int, *, asks: bool) -> dict[str, Any]:
-    route = {"name": "all", "match": {"prefix": "/"}, "direct_response": {"status": 200, "body": {"inline_string": "ok"}}}
-    asking = _ext_proc(name) if asks else _filter("buffer", "buffer.v3.Buffer", max_request_bytes=_BUFFER_BYTES)
+    route = {
+        "name": "all",
+        "match": {"prefix": "/"},
+        "direct_response": {"status": 200, "body": {"inline_string": "ok"}},
+    }
+    asking = (
+        _ext_proc(name)
+        if asks
+        else _filter("buffer", "buffer.v3.Buffer", max_request_bytes=_BUFFER_BYTES)
+    )
     manager = {
         "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": name,
@@ -48,7 +58,11 @@ def _listener(name: str, port: int, *, asks: bool) -> dict[str, Any]:
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
         "http_filters": [asking, _filter("router", "router.v3.Router")],
     }
-    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    chain = {
+        "filters": [
+            {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
+        ]
+    }
     return {
         "name": name,
         "address": _address(port),
@@ -57,7 +71,8 @@ def _listener(name: str, port: int, *, asks: bool) -> dict[str, Any]:
     }
 
 
-def _filter(name: str, kind: str, **config: Any) -> dict[str, Any]:  # noqa: ANN401  # free-form configuration
+# Free-form configuration
+def _filter(name: str, kind: str, **config: Any) -> dict[str, Any]:  # noqa: ANN401
     typed = {"@type": f"{_TYPE}extensions.filters.http.{kind}", **config}
     return {"name": f"envoy.filters.http.{name}", "typed_config": typed}
 
@@ -86,7 +101,9 @@ def _cluster(name: str, port: int) -> dict[str, Any]:
         "name": name,
         "connect_timeout": "5s",
         "circuit_breakers": {"thresholds": [limits]},
-        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        "typed_extension_protocol_options": {
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2
+        },
         "load_assignment": {
             "cluster_name": name,
             "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(port)}}]}],

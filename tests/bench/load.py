@@ -47,7 +47,8 @@ class Connection(asyncio.Protocol):
             self._owner.statuses[head[9:12].decode()] += 1
             self._owner.ready(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the base class's signature
+    # The base class's signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._owner.lost(self)
 
 
@@ -75,10 +76,13 @@ def request(number: int, length: int) -> bytes:
     """The chat with this number. The same number is the same request."""
     body = samples.chat_body(number, length)
     head = (
-        f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
-        "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: application/json\r\n"
+        f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python "
+        "3.54.0\r\n"
+        "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: "
+        "application/json\r\n"
         f"authorization: Bearer sk-{number % _KEYS:016}\r\nx-user-id: user-{number % _TENANTS}\r\n"
-        f"x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: {len(body)}\r\n\r\n"
+        "x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: "
+        f"{len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
@@ -88,7 +92,10 @@ def write_chats(first: int, count: int, length: int = 1024) -> Iterator[bytes]:
 
 
 async def load(port: int, connections: int, requests: Iterator[bytes], count: int) -> float:
-    """Seconds until `count` requests are answered, one in flight on each connection. Raises RuntimeError unless all get 200."""
+    """Seconds until `count` requests are answered, one in flight on each connection.
+
+    Raises RuntimeError unless all get 200.
+    """
     loop, owner = asyncio.get_running_loop(), _Load(requests, connections)
     started = perf_counter()
     async with asyncio.timeout(_TIMEOUT):

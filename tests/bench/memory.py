@@ -1,6 +1,7 @@
 """A million live fingerprints in the store in memory: its size, and its longest call.
 
-It runs in a process of its own (`python -m tests.bench.memory COUNT`): memory that another section left would be reused and
+It runs in a process of its own (`python -m tests.bench.memory COUNT`): memory that another section
+    left would be reused and
 hide the growth.
 """
 

@@ -1,7 +1,7 @@
 """The cheapest honest ext_proc server on grpc.aio: `python -m tests.bench.null_server PORT`.
 
-It parses each message, answers with prepared bytes, and ends the stream after the body, as a guard does. Its cost is the
-transport's.
+It parses each message, answers with prepared bytes, and ends the stream after the body, as a guard
+does. Its cost is the transport's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from extproc.pb.external_processor_pb2 import BodyResponse, HeadersResponse, ProcessingRequest, ProcessingResponse
+from extproc.pb.external_processor_pb2 import (
+    BodyResponse,
+    HeadersResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 
 _HEADERS = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 _BODY = ProcessingResponse(request_body=BodyResponse()).SerializeToString()
@@ -32,7 +37,9 @@ async def process(_: object, context: Any) -> None:  # noqa: ANN401  # grpc is u
 async def serve(port: int) -> None:
     server = grpc.aio.server(options=_OPTIONS)
     handler = grpc.stream_stream_rpc_method_handler(process)  # bytes in, bytes out
-    service = grpc.method_handlers_generic_handler("envoy.service.ext_proc.v3.ExternalProcessor", {"Process": handler})
+    service = grpc.method_handlers_generic_handler(
+        "envoy.service.ext_proc.v3.ExternalProcessor", {"Process": handler}
+    )
     server.add_generic_rpc_handlers((service,))
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()

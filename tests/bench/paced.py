@@ -1,8 +1,9 @@
 """A load generator that keeps a pace: `python -m tests.bench.paced PORT RATE SECONDS FIRST_NUMBER`.
 
-Every request is sent when it is due, whether earlier ones were answered or not, and its latency counts from that moment: a
-server that stops for a while is charged for every request of that time. Prints latencies in milliseconds by quantile, and
-counts by status.
+Every request is sent when it is due, whether earlier ones were answered or not, and its latency
+    counts from that moment: a
+server that stops for a while is charged for every request of that time. Prints latencies in
+milliseconds by quantile, and counts by status.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ QUANTILES = (0.5, 0.99, 0.999)
 Meanwhile = Callable[[], None]
 
 
-def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhile | None = None) -> list[float]:
-    """Latencies in milliseconds by quantile, at a pace that another process keeps. Raises RuntimeError unless all get 200."""
+def run_paced(
+    port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhile | None = None
+) -> list[float]:
+    """Latencies in milliseconds by quantile, at a pace that another process keeps.
+
+    Raises RuntimeError unless all get 200.
+    """
     command = command_module("tests.bench.paced", *map(str, (port, rate, seconds, first)))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -101,7 +107,9 @@ async def paced(port: int, rate: int, seconds: float, first: int) -> dict[str, o
         pace.check()
         await pace.done.wait()
     found = sorted(pace.latencies)
-    quantiles = [found[min(len(found) - 1, int(len(found) * quantile))] * 1000 for quantile in QUANTILES]
+    quantiles = [
+        found[min(len(found) - 1, int(len(found) * quantile))] * 1000 for quantile in QUANTILES
+    ]
     return {"statuses": dict(pace.statuses), "milliseconds": quantiles}
 
 

@@ -18,11 +18,20 @@ _STOP_SECONDS = 10
 
 
 def command_module(module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", module, *arguments]  # -P: the sources in the working directory are not that build
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        *arguments,
+    ]  # -P: the sources in the working directory are not that build
 
 
 def run_module(module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a module of the benchmark prints in a new interpreter. Raises RuntimeError if it fails."""
+    """The JSON that a module of the benchmark prints in a new interpreter.
+
+    Raises RuntimeError if it fails.
+    """
     command = command_module(module, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -62,8 +71,14 @@ def _pin(pid: int, processors: set[int]) -> None:
 
 @contextmanager
 def running(command: Sequence[str | Path], port: int, log: Path) -> Iterator[int]:
-    """The process id of a server that listens, until the block ends. Raises RuntimeError with the end of its log."""
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+    """The process id of a server that listens, until the block ends.
+
+    Raises RuntimeError with the end of its log.
+    """
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as process,
+    ):
         try:
             _wait_for(process, port, log)
             yield process.pid
@@ -84,4 +99,6 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
             sleep(0.05)
         else:
             return
-    raise RuntimeError(f"{process.args!r} did not come up:\n{log.read_text(errors='replace')[-2000:]}")
+    raise RuntimeError(
+        f"{process.args!r} did not come up:\n{log.read_text(errors='replace')[-2000:]}"
+    )

@@ -50,9 +50,18 @@ def _lab(directory: Path) -> Iterator[_Lab]:
         servers, ports = ({name: free_port() for name in stores} for _ in range(2))
         pids = {}
         for name, url in stores.items():
-            flags = ["--admin", "127.0.0.1:0", "--store", url, "--store-timeout", str(_TIMEOUT_MS / 1000)]
+            flags = [
+                "--admin",
+                "127.0.0.1:0",
+                "--store",
+                url,
+                "--store-timeout",
+                str(_TIMEOUT_MS / 1000),
+            ]
             command = serve(find_compiled() or SOURCES, policy, servers[name], *flags)
-            pids[name] = stack.enter_context(running(command, servers[name], directory / f"{name}.log"))
+            pids[name] = stack.enter_context(
+                running(command, servers[name], directory / f"{name}.log")
+            )
         proxy = stack.enter_context(running_envoy(directory, ports, servers))
         stack.enter_context(apart(pids.values(), [proxy, valkey.pid]))
         yield _Lab(valkey, ports, pids)
@@ -61,7 +70,9 @@ def _lab(directory: Path) -> Iterator[_Lab]:
 def run(*, quick: bool) -> list[Row]:
     rounds, requests, seconds = (3, 1_000, 3) if quick else (9, 3_000, 5)
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
-        sent = iter(range(0, 1 << 40, 1 << 20))  # every run sends requests that were never sent before
+        sent = iter(
+            range(0, 1 << 40, 1 << 20)
+        )  # every run sends requests that were never sent before
         client = lab.valkey.client()
 
         def cpu(name: str, count: int = requests) -> float:
@@ -72,7 +83,11 @@ def run(*, quick: bool) -> list[Row]:
         for name in lab.ports:
             cpu(name, 500)
         progress("redis: CPU behind Envoy", 1, 2)
-        used, keys, spent = client.info("memory")["used_memory"], client.dbsize(), process_cpu(lab.valkey.pid)
+        used, keys, spent = (
+            client.info("memory")["used_memory"],
+            client.dbsize(),
+            process_cpu(lab.valkey.pid),
+        )
         cost = interleaved(rounds, {name: lambda name=name: cpu(name) for name in lab.ports})  # type: ignore[misc]
         served = (process_cpu(lab.valkey.pid) - spent) / (rounds * requests) * 1e6
         taken = (client.info("memory")["used_memory"] - used) / (client.dbsize() - keys)
@@ -86,7 +101,13 @@ def run(*, quick: bool) -> list[Row]:
     rows = [
         _cpu_row(cost),
         Row("Valkey's CPU per request", served, "us"),
-        Row("bytes per fingerprint in Valkey", taken, "B", None, "sliding_ttl, key and value and their overhead"),
+        Row(
+            "bytes per fingerprint in Valkey",
+            taken,
+            "B",
+            None,
+            "sliding_ttl, key and value and their overhead",
+        ),
     ]
     for at, quantile in enumerate(_QUANTILES):
         added = calm[at] - found["memory"][at]
@@ -95,13 +116,20 @@ def run(*, quick: bool) -> list[Row]:
     for name in ("hung", "killed"):
         p50, p99, p999 = found[name]
         note = f"p50 {p50:.2f}, p99 {p99:.2f} ms; without fault p99.9 {calm[2]:.2f} ms"
-        rows.append(Row(f"1,000 requests/s, server {name} for 1 s: p99.9", p999, "ms", _LIMIT_FAULT_MS, note))
+        rows.append(
+            Row(
+                f"1,000 requests/s, server {name} for 1 s: p99.9", p999, "ms", _LIMIT_FAULT_MS, note
+            )
+        )
     return rows
 
 
 def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
     """The requirement is for the compiled guard: on a slower one, the store's client weighs less."""
-    figures = f"{median(cost['redis']):.0f} vs. {median(cost['memory']):.0f} us; {spread(cost, 'redis', 'memory')}"
+    figures = (
+        f"{median(cost['redis']):.0f} vs. {median(cost['memory']):.0f} us; "
+        f"{spread(cost, 'redis', 'memory')}"
+    )
     compiled = find_compiled()
     return Row(
         f"64 connections: CPU of the {'compiled' if compiled else 'pure'} guard, Redis vs. memory",
@@ -110,15 +138,22 @@ def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
     )  # fmt: skip
 
 
-def _latencies(lab: _Lab, rounds: int, pace: Callable[[str, Meanwhile | None], list[float]]) -> dict[str, list[float]]:
+def _latencies(
+    lab: _Lab, rounds: int, pace: Callable[[str, Meanwhile | None], list[float]]
+) -> dict[str, list[float]]:
     valkey = lab.valkey
-    found: dict[str, list[list[float]]] = {name: [] for name in ("memory", "redis", "hung", "killed")}
+    found: dict[str, list[list[float]]] = {
+        name: [] for name in ("memory", "redis", "hung", "killed")
+    }
     for _ in range(rounds):
         found["memory"].append(pace("memory", None))
         found["redis"].append(pace("redis", None))
         found["hung"].append(pace("redis", lambda: _fault(valkey.hang, valkey.resume)))
         found["killed"].append(pace("redis", lambda: _fault(valkey.kill, valkey.start)))
-    return {name: [median(quantile) for quantile in zip(*each, strict=True)] for name, each in found.items()}
+    return {
+        name: [median(quantile) for quantile in zip(*each, strict=True)]
+        for name, each in found.items()
+    }
 
 
 def _fault(harm: Callable[[], None], cure: Callable[[], None]) -> None:

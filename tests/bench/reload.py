@@ -1,6 +1,7 @@
 """How long a reload of 10,000 policies blocks the event loop.
 
-It runs in a process of its own (`python -m tests.bench.reload POLICIES CHANGES`): the real reloader watches real files,
+It runs in a process of its own (`python -m tests.bench.reload POLICIES CHANGES`): the real reloader
+    watches real files,
 beside a task that sleeps a millisecond at a time and notes how late it wakes.
 """
 
@@ -42,8 +43,19 @@ def run(*, quick: bool) -> list[Row]:
     progress("reload", 1, 1)
     found = run_module("tests.bench.reload", str(_POLICIES), "3" if quick else "7")
     return [
-        Row("longest stall of the loop", found["stall_ms"], "ms", _LIMIT_STALL_MS, "median of the reloads"),
-        Row("time-weighted median delay of the loop during a reload", found["late_ms"], "ms", _LIMIT_LATE_MS),
+        Row(
+            "longest stall of the loop",
+            found["stall_ms"],
+            "ms",
+            _LIMIT_STALL_MS,
+            "median of the reloads",
+        ),
+        Row(
+            "time-weighted median delay of the loop during a reload",
+            found["late_ms"],
+            "ms",
+            _LIMIT_LATE_MS,
+        ),
         Row("from change to effect", found["seconds"], "s", _LIMIT_SECONDS),
     ]
 
@@ -59,14 +71,20 @@ class Ticker:
             self._gaps.append(perf_counter() - before - _NAP)
 
     def take(self) -> tuple[float, float]:
-        """The gap beyond which half of the time was spent, and the longest, in milliseconds. Starts anew."""
+        """The gap beyond which half of the time was spent, and the longest, in milliseconds.
+
+        Starts anew.
+        """
         gaps, self._gaps = sorted(self._gaps or [0.0]), []
         spent = list(accumulate(gap + _NAP for gap in gaps))
         return gaps[bisect(spent, spent[-1] / 2)] * 1000, gaps[-1] * 1000
 
 
 def _write(directory: Path, policies: int, version: int) -> None:
-    listed = [samples.policy(n, {"pathExact": f"/v1/tools/{n:05d}"}, cooldown_seconds=version) for n in range(policies)]
+    listed = [
+        samples.policy(n, {"pathExact": f"/v1/tools/{n:05d}"}, cooldown_seconds=version)
+        for n in range(policies)
+    ]
     fresh = directory / ".fresh"
     fresh.write_bytes(samples.bundle(listed, version))
     fresh.replace(directory / "policies.json")

@@ -30,7 +30,9 @@ class Row:
         return None if self.at_most is None or self.value is None else self.value <= self.at_most
 
     def as_json(self) -> dict[str, Any]:
-        required = {} if self.at_most is None else {"at_most": round(self.at_most, 4), "met": self.met}
+        required = (
+            {} if self.at_most is None else {"at_most": round(self.at_most, 4), "met": self.met}
+        )
         note = {"note": self.note} if self.note else {}
         value = None if self.value is None else round(self.value, 4)
         return {"name": self.name, "value": value, "unit": self.unit, **required, **note}
@@ -48,7 +50,10 @@ def table(section: Section) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     shown = [f"{section.title} ({section.seconds:.0f} s)"]
     for name, value, limit, verdict, note in lines:
-        text = f"  {name:{widths[0]}}  {value:>{widths[1]}}  {limit:{widths[2]}}  {verdict:{widths[3]}}  {note}"
+        text = (
+            f"  {name:{widths[0]}}  {value:>{widths[1]}}  {limit:{widths[2]}}  "
+            f"{verdict:{widths[3]}}  {note}"
+        )
         shown.append(text.rstrip())
     return "\n".join(shown)
 
@@ -69,8 +74,17 @@ def _figure(value: float) -> str:
 
 def verdict(sections: Mapping[str, Section]) -> str:
     """A line for each requirement that is missed or has no figure, and one that counts those met."""
-    rows = [(name, row) for name, section in sections.items() for row in section.rows if row.at_most is not None]
-    missed = [f"MISSED {name}: {row.name} is {' '.join(_cells(row)[1:3])}" for name, row in rows if row.met is False]
+    rows = [
+        (name, row)
+        for name, section in sections.items()
+        for row in section.rows
+        if row.at_most is not None
+    ]
+    missed = [
+        f"MISSED {name}: {row.name} is {' '.join(_cells(row)[1:3])}"
+        for name, row in rows
+        if row.met is False
+    ]
     skipped = [f"SKIPPED {name}: {row.name}: {row.note}" for name, row in rows if row.value is None]
     met = sum(row.met is True for _, row in rows)
     return "\n".join([*missed, *skipped, f"{met} of {len(rows)} requirements met"])
@@ -80,7 +94,11 @@ def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> N
     document = {
         "quick": quick,
         "build": describe_version(),
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
         "sections": {
             name: {
                 "title": section.title,

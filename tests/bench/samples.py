@@ -13,7 +13,12 @@ from extproc.ext_proc.judging import Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.metrics import Metrics
-from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse
+from extproc.pb.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.policy.loader import parse
 from extproc.settings import Settings
@@ -24,7 +29,9 @@ HOST = "api.example.com"
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 
-def policy(number: int = 0, selector: dict[str, Any] | None = None, **loop: object) -> dict[str, Any]:
+def policy(
+    number: int = 0, selector: dict[str, Any] | None = None, **loop: object
+) -> dict[str, Any]:
     detection = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 5, **loop}
     return {
         "id": f"policy-{number:05d}",
@@ -54,7 +61,10 @@ def budget(number: int = 0, **loop: Any) -> dict[str, Any]:  # noqa: ANN401  # a
         "max_cost_per_session": 100.0,
     }
     price = {"input": 2.5, "output": 10}
-    made["spec"] |= {"session": {"keys": ["header:x-user-id"]}, "session_limits": {**limits, "unknown_model": price}}
+    made["spec"] |= {
+        "session": {"keys": ["header:x-user-id"]},
+        "session_limits": {**limits, "unknown_model": price},
+    }
     return made
 
 
@@ -70,7 +80,12 @@ def rule() -> dict[str, Any]:
     made = policy()
     bucket = {"tokens_per_second": 1_000, "burst": 1_000_000}
     made["spec"]["rules"] = [
-        {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "token_bucket", "algorithm_config": bucket}
+        {
+            "name": "r",
+            "limit_keys": ["header:x-user-id"],
+            "algorithm": "token_bucket",
+            "algorithm_config": bucket,
+        }
     ]
     return made
 
@@ -98,18 +113,36 @@ def chat_body(number: int, length: int = 1024) -> bytes:
 
 def agent_body(user: int, calls: int) -> bytes:
     """A chat request of an agent that has called a tool this often, with a new result each time."""
-    messages: list[dict[str, object]] = [{"role": "system", "content": "x" * 500}, {"role": "user", "content": f"task {user}"}]
+    messages: list[dict[str, object]] = [
+        {"role": "system", "content": "x" * 500},
+        {"role": "user", "content": f"task {user}"},
+    ]
     for number in range(calls):
         name = f"call_{user}_{number}"
         arguments = json.dumps({"path": f"/src/{user}/{number}.py", "limit": 200})
-        call = {"id": name, "type": "function", "function": {"name": "read_file", "arguments": arguments}}
+        call = {
+            "id": name,
+            "type": "function",
+            "function": {"name": "read_file", "arguments": arguments},
+        }
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": name, "content": f"{user} {number}: a line of text\n" * 12})
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": name,
+                "content": f"{user} {number}: a line of text\n" * 12,
+            }
+        )
     return json.dumps({"model": "gpt-4o", "messages": messages}).encode()
 
 
 def headers_message(
-    path: str = PATH, *, host: str = HOST, user: str = "user-1", length: int = 1024, more: Mapping[str, str] | None = None
+    path: str = PATH,
+    *,
+    host: str = HOST,
+    user: str = "user-1",
+    length: int = 1024,
+    more: Mapping[str, str] | None = None,
 ) -> bytes:
     """The first message of a stream: the 16 headers of an LLM client behind Envoy, and attributes."""
     headers = {
@@ -134,20 +167,28 @@ def headers_message(
     message = ProcessingRequest(request_headers=HttpHeaders())
     for name, value in headers.items():
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
-    message.attributes[_ATTRIBUTES].update({"source.address": "203.0.113.7:51234", "xds.route_name": "llm"})
+    message.attributes[_ATTRIBUTES].update(
+        {"source.address": "203.0.113.7:51234", "xds.route_name": "llm"}
+    )
     message.protocol_config.request_body_mode = ProcessingMode.BUFFERED
     return message.SerializeToString()
 
 
 def body_message(body: bytes) -> bytes:
-    return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)).SerializeToString()
+    return ProcessingRequest(
+        request_body=HttpBody(body=body, end_of_stream=True)
+    ).SerializeToString()
 
 
 def process(serving: Service, messages: Sequence[bytes]) -> ProcessingResponse:
     """The last answer to a stream. Raises RuntimeError if the request is refused."""
     with closing(Stream(serving)) as stream:
         *_, reply = [stream.receive(message) for message in messages]
-    answer = ProcessingResponse.FromString(reply.join_answer()) if isinstance(reply, Reply) and reply.done else None
+    answer = (
+        ProcessingResponse.FromString(reply.join_answer())
+        if isinstance(reply, Reply) and reply.done
+        else None
+    )
     if answer is None or answer.HasField("immediate_response"):
         raise RuntimeError(f"the request was not let through: {answer}")
     return answer

@@ -25,7 +25,10 @@ TITLE = "similarity: inspecting an agent's request, vs. msgspec decoding the sam
 
 _LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5, "turns": 1.2}
 _SIZES = (1_000, 10_000, 70_000, 500_000)
-_PROSE = "The pool was closed before the last request came back, so the test saw an error in place of the answer. "
+_PROSE = (
+    "The pool was closed before the last request came back, so the test saw an error in "
+    "place of the answer. "
+)
 _SETTINGS = {
     "temperature": 0.2,
     "top_p": 0.95,
@@ -40,19 +43,33 @@ _SETTINGS = {
 
 
 def _tool(number: int) -> dict[str, Any]:
-    properties = {"path": {"type": "string", "description": "relative path"}, "limit": {"type": "integer"}}
+    properties = {
+        "path": {"type": "string", "description": "relative path"},
+        "limit": {"type": "integer"},
+    }
     parameters = {"type": "object", "properties": properties, "required": ["path"]}
     return {
         "type": "function",
-        "function": {"name": f"tool_{number}", "description": "Reads a file of the work tree.", "parameters": parameters},
+        "function": {
+            "name": f"tool_{number}",
+            "description": "Reads a file of the work tree.",
+            "parameters": parameters,
+        },
     }
 
 
 def _turn(number: int, result: str) -> list[dict[str, Any]]:
     call = f"call_{number:08d}"
-    function = {"name": "tool_0", "arguments": json.dumps({"path": f"src/file{number}.py", "limit": 200})}
+    function = {
+        "name": "tool_0",
+        "arguments": json.dumps({"path": f"src/file{number}.py", "limit": 200}),
+    }
     return [
-        {"role": "assistant", "content": None, "tool_calls": [{"id": call, "type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": call, "type": "function", "function": function}],
+        },
         {"role": "tool", "tool_call_id": call, "content": f"{number}: {result}"},
     ]
 
@@ -60,7 +77,8 @@ def _turn(number: int, result: str) -> list[dict[str, Any]]:
 def request(size: int, result: str = _PROSE * 12) -> bytes:
     """A chat completion request of an agent.
 
-    The smallest is its first: prompts, two tools, no history. The others have a longer prompt, eight tools, and about `size`
+    The smallest is its first: prompts, two tools, no history. The others have a longer prompt,
+        eight tools, and about `size`
     bytes of turns.
     """
     small = size < 2_000  # bytes
@@ -90,13 +108,24 @@ def run(*, quick: bool) -> list[Row]:
 def _measure_log(*, quick: bool) -> Row:
     """The cost of comparing results that are logs, in whose lines only numbers change."""
     lines = [
-        f"2026-01-01 12:{n % 60:02}:{n % 59:02}.{n % 1000:03} INFO worker-{n % 4} request {n} took {n % 90} ms"
+        (
+            f"2026-01-01 12:{n % 60:02}:{n % 59:02}.{n % 1000:03} INFO worker-{n % 4} request {n} "
+            f"took {n % 90} ms"
+        )
         for n in range(600)
     ]
     log = "\n".join(lines)
     works = {"normalize": lambda: normalize(log), "split": lambda: log.split("\n")}
-    found = interleaved(9 if quick else 25, {name: lambda work=work: cpu_us(work, 1) for name, work in works.items()})  # type: ignore[misc]  # a lambda's defaults
-    return Row("a log, normalized vs. split into lines", ratio(found, "normalize", "split"), "x", note=f"{len(log) // 1000} KB")
+    found = interleaved(
+        9 if quick else 25,
+        {name: lambda work=work: cpu_us(work, 1) for name, work in works.items()},  # type: ignore[misc]  # a lambda's defaults
+    )
+    return Row(
+        "a log, normalized vs. split into lines",
+        ratio(found, "normalize", "split"),
+        "x",
+        note=f"{len(log) // 1000} KB",
+    )
 
 
 def _stuck(size: int) -> bytes:
@@ -116,7 +145,9 @@ def _measure_steering(*, quick: bool) -> list[Row]:
         for action in ("warn", "steer")
     }
     works |= {
-        name: _Streams(samples.budget(similarity="turns", max_calls_per_tool={tool: 0}), at_work, times).run
+        name: _Streams(
+            samples.budget(similarity="turns", max_calls_per_tool={tool: 0}), at_work, times
+        ).run
         for name, tool in {"whole": "send_email", "narrowed": "tool_1"}.items()
     }
     found = interleaved(9 if quick else 25, works)
@@ -131,7 +162,12 @@ def _measure_steering(*, quick: bool) -> list[Row]:
         for name, more, less, limit in (
             ("a steered request vs. a warned one", "stuck steer", "stuck warn", 1.3),
             ("a request that loses a tool vs. one that does not", "narrowed", "whole", None),
-            ("a request that is not, under the same policies", "at work steer", "at work warn", 1.1),
+            (
+                "a request that is not, under the same policies",
+                "at work steer",
+                "at work warn",
+                1.1,
+            ),
         )
     ]
 
@@ -147,7 +183,9 @@ class _Streams:
         self._times = times
 
     def run(self) -> float:
-        self._serving.budget = InspectionBudget(perf_counter())  # whose share of the time is not what is measured
+        self._serving.budget = InspectionBudget(
+            perf_counter()
+        )  # whose share of the time is not what is measured
         return cpu_us(self._send, self._times)
 
     def _send(self) -> None:
@@ -165,12 +203,16 @@ def _measure(body: bytes, name: str, *, quick: bool) -> list[Row]:
     looks = {similarity: make_similarity(_loop(similarity)) for similarity in _LIMITS}
     for similarity, look in looks.items():
         compare = look.compare
-        works[similarity] = lambda compare=compare: compare(Document(data))  # type: ignore[misc]  # a lambda's defaults
+        # A lambda's defaults
+        works[similarity] = lambda compare=compare: compare(Document(data))  # type: ignore[misc]
 
     times = max(5, (20_000 if quick else 100_000) // len(body) * 5)
     found = interleaved(
         9 if quick else 25,
-        {key: lambda work=work: cpu_us(lambda: [work() for _ in range(times)], times) for key, work in works.items()},  # type: ignore[misc]  # a lambda's defaults
+        {
+            key: lambda work=work: cpu_us(lambda: [work() for _ in range(times)], times)  # type: ignore[misc]  # a lambda's defaults
+            for key, work in works.items()
+        },
     )
     note = f"{{:.1f}} us vs. {median(found['decode']):.1f} us"
     return [
@@ -187,5 +229,10 @@ def _measure(body: bytes, name: str, *, quick: bool) -> list[Row]:
 
 def _loop(similarity: str) -> LoopDetection:
     return LoopDetection.model_validate(
-        {"enabled": True, "similarity": similarity, "window_seconds": 60, "threshold_identical_requests": 5}
+        {
+            "enabled": True,
+            "similarity": similarity,
+            "window_seconds": 60,
+            "threshold_identical_requests": 5,
+        }
     )

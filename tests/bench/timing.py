@@ -26,8 +26,8 @@ def cpu_us(work: Callable[[], object], count: int) -> float:
 def measure_clock() -> float:
     """How slow the processor is now: 1 where it hashes a megabyte in the time that limits are meant for.
 
-    The clock of a shared machine varies by half. A hash needs nothing but the clock, so a figure divided by this is the same at
-    every speed.
+    The clock of a shared machine varies by half. A hash needs nothing but the clock, so a figure
+    divided by this is the same at every speed.
     """
     return cpu_us(lambda: blake2b(_MEGABYTE).digest(), 1) / _HASH_US
 
@@ -54,7 +54,9 @@ def ratio(found: Mapping[str, list[float]], name: str, reference: str) -> float:
 
 def spread(found: Mapping[str, list[float]], name: str, reference: str) -> str:
     """The middle half of the ratios, in words."""
-    low, _, high = quantiles((one / other for one, other in zip(found[name], found[reference], strict=True)), n=4)
+    low, _, high = quantiles(
+        (one / other for one, other in zip(found[name], found[reference], strict=True)), n=4
+    )
     return f"half of the rounds {low:.2f} to {high:.2f}"
 
 
@@ -64,7 +66,9 @@ def difference(found: Mapping[str, list[float]], name: str, reference: str) -> f
 
 
 def process_cpu(pid: int) -> float:
-    return clock_gettime(~pid << 3 | _CPU_CLOCK)  # /proc/<pid>/stat has the same, in hundredths of a second
+    return clock_gettime(
+        ~pid << 3 | _CPU_CLOCK
+    )  # /proc/<pid>/stat has the same, in hundredths of a second
 
 
 def resident_mb() -> float:

@@ -1,4 +1,7 @@
-"""Real clients through the real Envoy and Loopguard: `make test-clients`. Pytest collects nothing here."""
+"""Real clients through the real Envoy and Loopguard.
+
+`make test-clients`. Pytest collects nothing here.
+"""
 
 import sys
 

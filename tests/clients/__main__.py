@@ -49,9 +49,21 @@ Generated on {date}.
 {notes}"""
 
 _HEAD: Final = (
-    "client", "version", "noted", "landed", "refused", "retries", "seconds to its end", "message shown", "exit code",
-    "finishes when noted", "20 steps", "sub-agents", "limits of agents", "compaction",
-)  # fmt: skip
+    "client",
+    "version",
+    "noted",
+    "landed",
+    "refused",
+    "retries",
+    "seconds to its end",
+    ("message shown"),
+    "exit code",
+    "finishes when noted",
+    "20 steps",
+    "sub-agents",
+    "limits of agents",
+    "compaction",
+)
 _NONE: Final = "-"
 
 
@@ -65,7 +77,9 @@ class Visit(NamedTuple):
     def find_broken(self) -> list[str]:
         """Broken promises, each with what happened instead."""
         broken = {name: said for name, judge in _JUDGES.items() if (said := judge(self))}
-        return [f"{name}: {said}" for name, said in broken.items() if name not in self.client.allowed]
+        return [
+            f"{name}: {said}" for name, said in broken.items() if name not in self.client.allowed
+        ]
 
     def count_turns(self, steps: int) -> int:
         return -(-steps // len(self.client.loop))
@@ -89,7 +103,11 @@ def _judge_noted(visit: Visit) -> str:
 
 def _judge_refused(visit: Visit) -> str:
     return ", ".join(
-        [f"never in {name}" for name in ("loop", "compaction") if name in visit.runs and not visit.runs[name].refused]
+        [
+            f"never in {name}"
+            for name in ("loop", "compaction")
+            if name in visit.runs and not visit.runs[name].refused
+        ]
     )
 
 
@@ -105,28 +123,43 @@ def _judge_message(visit: Visit) -> str:
 
 
 def _judge_finishes(visit: Visit) -> str:
-    unfinished = [name for name in ("obey", "sub-agents") if (done := visit.runs.get(name)) and not done.finished]
+    unfinished = [
+        name
+        for name in ("obey", "sub-agents")
+        if (done := visit.runs.get(name)) and not done.finished
+    ]
     return f"not with {', '.join(unfinished)}" if unfinished else ""
 
 
 def _judge_agents(visit: Visit) -> str:
-    """Two agents may not both start; the main agent reads why and finishes. `max_steps` counts for all together."""
+    """Two agents may not both start; the main agent reads why and finishes.
+
+    `max_steps` counts for all together.
+    """
     wrong = []
     for name in AGENT_LIMITS:
         run = visit.runs.get(f"agents {name}")
         if run is None:
             continue
         if name == "max_steps":
-            wrong += [f"{name}: {run.turns} passed"] if run.turns != AGENT_LIMITS[name][name] else []
+            wrong += (
+                [f"{name}: {run.turns} passed"] if run.turns != AGENT_LIMITS[name][name] else []
+            )
             continue
         begun = len([task for task in run.given if task])
         if begun != int(name != "max_depth") or not run.told or not run.finished:
-            wrong.append(f"{name}: {begun} began, {'' if run.told else 'not '}told, {'' if run.finished else 'not '}finished")
+            wrong.append(
+                f"{name}: {begun} began, {'' if run.told else 'not '}told, "
+                f"{'' if run.finished else 'not '}finished"
+            )
     for depth in DEPTHS:
         run = visit.runs.get(f"nested {depth}")
         begun = len([task for task in run.given if task]) if run is not None else 0
         if run is not None and (begun != depth or run.told != (depth == 1) or not run.finished):
-            wrong.append(f"nested, max_depth {depth}: {begun} began, {'' if run.finished else 'not '}finished")
+            wrong.append(
+                f"nested, max_depth {depth}: {begun} began, "
+                f"{'' if run.finished else 'not '}finished"
+            )
     return ", ".join(wrong)
 
 
@@ -134,13 +167,23 @@ def _judge_healthy(visit: Visit) -> str:
     work = visit.runs.get("work")
     if not work:
         return ""
-    return f"{work.acted} requests acted on" if work.acted else "" if work.finished else "not finished"
+    return (
+        f"{work.acted} requests acted on" if work.acted else "" if work.finished else "not finished"
+    )
 
 
 _JUDGES: Final[Mapping[str, Callable[[Visit], str]]] = dict(
     zip(
         PROMISES,
-        (_judge_noted, _judge_refused, _judge_ends, _judge_message, _judge_finishes, _judge_agents, _judge_healthy),
+        (
+            _judge_noted,
+            _judge_refused,
+            _judge_ends,
+            _judge_message,
+            _judge_finishes,
+            _judge_agents,
+            _judge_healthy,
+        ),
         strict=True,
     )
 )
@@ -154,7 +197,9 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
     runs: dict[str, Run] = {}
     with opened(client, commands) as zoo:
         for script in scripts:
-            if (script == "sub-agents" and client.spawn is None) or (script == "compaction" and not client.compacts):
+            if (script == "sub-agents" and client.spawn is None) or (
+                script == "compaction" and not client.compacts
+            ):
                 continue
             if script in {"agents", "nested"}:
                 continue
@@ -162,7 +207,9 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
             _tell(client, _describe(done))
             _keep(record, client, script, done)
             if not done.requests:
-                last = [line for line in done.screen.splitlines() if line.strip()][-1:] or [f"exit code {done.code}"]
+                last = [line for line in done.screen.splitlines() if line.strip()][-1:] or [
+                    f"exit code {done.code}"
+                ]
                 return Visit(client, {}, f"it sends no request: {last[0].strip()[:200]}")
     for name, limits in AGENT_LIMITS.items() if "agents" in scripts and client.names_agents else ():
         with opened(client, commands, limits) as zoo:
@@ -184,12 +231,24 @@ def _keep(record: Path | None, client: Client, name: str, done: Run) -> None:
 
 
 def _describe(done: Run) -> str:
-    noted = "/".join([str(given.noted) for task, given in done.given.items() if task or done.script != "sub-agents"])
+    noted = "/".join(
+        [
+            str(given.noted)
+            for task, given in done.given.items()
+            if task or done.script != "sub-agents"
+        ]
+    )
     refused = f", refused after {done.refused}, {done.retries} retries" if done.refused else ""
-    marks = (("finished", done.finished), ("told", done.told), ("message shown", done.shown), ("killed", done.killed))
+    marks = (
+        ("finished", done.finished),
+        ("told", done.told),
+        ("message shown", done.shown),
+        ("killed", done.killed),
+    )
     ending = "".join([f", {name}" for name, holds in marks if holds])
     return (
-        f"{done.script}: {done.requests} requests, noted after {noted or 0} steps{refused}, {done.seconds:.1f} s, "
+        f"{done.script}: {done.requests} requests, noted after {noted or 0} steps{refused}, "
+        f"{done.seconds:.1f} s, "
         f"exit code {done.code}{ending}"
     )
 
@@ -200,11 +259,14 @@ def _tell(client: Client, text: str) -> None:
 
 def _row(visit: Visit) -> tuple[str, ...]:
     runs = visit.runs
-    yes: Callable[[bool], str] = lambda is_true: "yes" if is_true else "no"  # noqa: E731  # two words
+    # Two words
+    yes: Callable[[bool], str] = lambda is_true: "yes" if is_true else "no"  # noqa: E731
     loop, (given, *_) = runs["loop"], runs["loop"].given.values()
     refused = bool(loop.refused)
     subs = (
-        [visit.count_turns(one.noted) for task, one in runs["sub-agents"].given.items() if task] if "sub-agents" in runs else []
+        [visit.count_turns(one.noted) for task, one in runs["sub-agents"].given.items() if task]
+        if "sub-agents" in runs
+        else []
     )
     return (
         visit.client.name,
@@ -219,7 +281,9 @@ def _row(visit: Visit) -> tuple[str, ...]:
         yes(runs["obey"].finished),
         "untouched" if not runs["work"].acted and runs["work"].finished else "**touched**",
         f"noted at {', '.join(map(str, subs))}" if subs else _NONE,
-        ("hold" if not _judge_agents(visit) else "**broken**") if visit.client.names_agents else _NONE,
+        ("hold" if not _judge_agents(visit) else "**broken**")
+        if visit.client.names_agents
+        else _NONE,
         _describe_compaction(visit),
     )
 
@@ -228,33 +292,58 @@ def _describe_compaction(visit: Visit) -> str:
     done = visit.runs.get("compaction")
     if done is None or not done.compacted:
         return _NONE
-    return f"noted at {visit.count_turns(done.given[''].noted)}, refused at {visit.count_turns(done.refused)}"
+    return (
+        f"noted at {visit.count_turns(done.given[''].noted)}, refused at "
+        f"{visit.count_turns(done.refused)}"
+    )
 
 
 def write_page(visits: Sequence[Visit]) -> str:
     lines = [
-        "|".join(("", *row, "")) for row in (_HEAD, ["---"] * len(_HEAD), *[_row(visit) for visit in visits if visit.runs])
+        "|".join(("", *row, ""))
+        for row in (_HEAD, ["---"] * len(_HEAD), *[_row(visit) for visit in visits if visit.runs])
     ]
-    notes = [f"- {visit.client.name} {reason}." for visit in visits if visit.runs for reason in visit.client.allowed.values()]
-    notes += [f"- {visit.client.name} {visit.client.remark}." for visit in visits if visit.runs and visit.client.remark]
+    notes = [
+        f"- {visit.client.name} {reason}."
+        for visit in visits
+        if visit.runs
+        for reason in visit.client.allowed.values()
+    ]
     notes += [
-        f"- {visit.client.name} {visit.client.version} was skipped: {visit.skipped}." for visit in visits if visit.skipped
+        f"- {visit.client.name} {visit.client.remark}."
+        for visit in visits
+        if visit.runs and visit.client.remark
+    ]
+    notes += [
+        f"- {visit.client.name} {visit.client.version} was skipped: {visit.skipped}."
+        for visit in visits
+        if visit.skipped
     ]
     return _TEXT.format(
-        date=f"{datetime.now(UTC):%Y-%m-%d}", table="\n".join(lines), notes="\n" + "\n".join(notes) + "\n" if notes else ""
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        table="\n".join(lines),
+        notes="\n" + "\n".join(notes) + "\n" if notes else "",
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    chosen = [client for client in CLIENTS if not options.only or client.name in options.only or client.folder in options.only]
+    chosen = [
+        client
+        for client in CLIENTS
+        if not options.only or client.name in options.only or client.folder in options.only
+    ]
     scripts = [script for script in SCRIPTS if not options.script or script in options.script]
-    # Two configurations of one client share a folder: the first is installed before the second begins.
+    # Two configurations of one client share a folder: the first is installed before the second
+    # begins.
     with ThreadPoolExecutor(options.jobs) as pool:
         by_folder: dict[str, list[Client]] = {}
         for client in chosen:
             by_folder.setdefault(client.folder, []).append(client)
-        groups = pool.map(lambda group: [visit_client(client, scripts, options.record) for client in group], by_folder.values())
+        groups = pool.map(
+            lambda group: [visit_client(client, scripts, options.record) for client in group],
+            by_folder.values(),
+        )
         visits = [visit for group in groups for visit in group]
     broken = 0
     for visit in visits:
@@ -274,14 +363,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="make test-clients", description="Real clients, through Envoy and Loopguard.")
+    parser = argparse.ArgumentParser(
+        prog="make test-clients", description="Real clients, through Envoy and Loopguard."
+    )
     names = sorted({name for client in CLIENTS for name in (client.name, client.folder)})
     parser.add_argument(
-        "--only", action="append", choices=names, metavar="CLIENT", help=f"repeatable; one of {', '.join(names)}"
+        "--only",
+        action="append",
+        choices=names,
+        metavar="CLIENT",
+        help=f"repeatable; one of {', '.join(names)}",
     )
-    parser.add_argument("--script", action="append", choices=SCRIPTS, help="repeatable; what the model does")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="clients at the same time (default %(default)s)")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what clients print there")
+    parser.add_argument(
+        "--script", action="append", choices=SCRIPTS, help="repeatable; what the model does"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=2,
+        metavar="N",
+        help="clients at the same time (default %(default)s)",
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="keep what clients print there"
+    )
     return parser
 
 

@@ -46,7 +46,9 @@ def deepagents(task: str) -> Any:
     from deepagents.backends import FilesystemBackend
     from langchain_openai import ChatOpenAI
 
-    agent = create_deep_agent(model=ChatOpenAI(model=MODEL), backend=FilesystemBackend(root_dir=".", virtual_mode=False))
+    agent = create_deep_agent(
+        model=ChatOpenAI(model=MODEL), backend=FilesystemBackend(root_dir=".", virtual_mode=False)
+    )
     state = agent.invoke({"messages": [("user", task)]}, {"recursion_limit": 10 * MOST_STEPS})
     return state["messages"][-1].content
 
@@ -72,7 +74,9 @@ def openai_agents(task: str) -> Any:
     tools = [function_tool(read_file)]
     colleague = Agent(name="colleague", tools=tools, model=MODEL)
     asked = colleague.as_tool("ask_colleague", "Lets a colleague do it.")
-    return Runner.run_sync(Agent(name="agent", tools=[*tools, asked], model=MODEL), task, max_turns=MOST_STEPS).final_output
+    return Runner.run_sync(
+        Agent(name="agent", tools=[*tools, asked], model=MODEL), task, max_turns=MOST_STEPS
+    ).final_output
 
 
 def strands(task: str) -> Any:

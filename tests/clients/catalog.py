@@ -1,8 +1,9 @@
 """The clients of `make test-clients`, as data: how each is installed and started, and what the model asks it to do.
 
-In commands, environments and files, `{url}` is Envoy's address, `{key}` the API key of a run, `{home}` and `{work}` its home
-and the folder that it works in, `{bin}` the folder of the client's commands, and `{prompt}` the task. In what the model asks
-for, `{file}` is the file to read, and `{task}` the task of a sub-agent.
+In commands, environments and files, `{url}` is Envoy's address, `{key}` the API key of a run,
+`{home}` and `{work}` its home and the folder that it works in, `{bin}` the folder of the client's
+commands, and `{prompt}` the task. In what the model asks for, `{file}` is the file to read, and
+`{task}` the task of a sub-agent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Client(NamedTuple):
         environment: in addition to `_ENVIRONMENT`.
         step: what the model asks for in each turn, a call or a text.
         end: how the model ends a task.
-        loop: files that the model asks for in turn when it loops: several, where a client stops identical calls itself.
+        loop: files that the model asks for in turn when it loops: several, where a client stops
+            identical calls itself.
         files: written before a run, by path.
         before: command to run first.
         spawn: how the model starts a sub-agent, if the client has them.
@@ -94,7 +96,11 @@ _GEMINI: Final = {
     "model": {"disableLoopDetection": True},  # its own, which stops before the limits are met
     "security": {"auth": {"selectedType": "gemini-api-key"}},
 }
-_OPENAI: Final = {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_BASE": "{url}/v1"}
+_OPENAI: Final = {
+    "OPENAI_API_KEY": KEY,
+    "OPENAI_BASE_URL": "{url}/v1",
+    "OPENAI_API_BASE": "{url}/v1",
+}
 _TWO: Final = ("missing.txt", "absent.txt")
 _ALTERNATES: Final = "stops identical calls itself, so its model alternates between two calls"
 _READ: Final = Call("read_file", {"path": "{file}"})
@@ -102,12 +108,21 @@ _READ: Final = Call("read_file", {"path": "{file}"})
 
 def _codex(name: str, settings: str, key: str) -> Client:
     settings = f"model_auto_compact_token_limit = 100000\n{settings}"
-    config = f'model = "gpt-5.1-codex"\ncheck_for_update_on_startup = false\n{settings}\n[analytics]\nenabled = false\n'
+    config = (
+        'model = "gpt-5.1-codex"\ncheck_for_update_on_startup = '
+        f"false\n{settings}\n[analytics]\nenabled = false\n"
+    )
     return Client(
         name,
         NPM,
         ("@openai/codex@0.169.0",),
-        ("{bin}/codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "{prompt}"),
+        (
+            "{bin}/codex",
+            "exec",
+            "--skip-git-repo-check",
+            "--dangerously-bypass-approvals-and-sandbox",
+            "{prompt}",
+        ),
         {key: KEY, "CODEX_HOME": "{home}/.codex"},
         Call("exec_command", {"cmd": "cat {file}"}),
         files={"{home}/.codex/config.toml": config},
@@ -139,7 +154,13 @@ _OPENCODE: Final = {
             "npm": "@ai-sdk/openai-compatible",
             "name": "mine",
             "options": {"baseURL": "{url}/v1", "apiKey": KEY},
-            "models": {"model": {"name": "model", "tool_call": True, "limit": {"context": 200_000, "output": 8_000}}},
+            "models": {
+                "model": {
+                    "name": "model",
+                    "tool_call": True,
+                    "limit": {"context": 200_000, "output": 8_000},
+                }
+            },
         }
     },
 }
@@ -162,7 +183,10 @@ CLIENTS: Final = (
         compacts=True,
         names_agents=True,
         nests=True,
-        spawn=Call("Agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
+        spawn=Call(
+            "Agent",
+            {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"},
+        ),
     ),
     _codex(
         "codex",
@@ -187,7 +211,9 @@ CLIENTS: Final = (
         names_agents=True,
         nests=True,
         files={"{work}/opencode.json": json.dumps(_OPENCODE)},
-        spawn=Call("task", {"description": "{task}", "prompt": "{task}", "subagent_type": "general"}),
+        spawn=Call(
+            "task", {"description": "{task}", "prompt": "{task}", "subagent_type": "general"}
+        ),
         remark="runs with `subagent_depth`, without which its sub-agents start no others",
     ),
     Client(
@@ -210,7 +236,10 @@ CLIENTS: Final = (
         Call("read_file", {"file_path": "{file}"}),
         loop=_TWO,
         compacts=True,
-        spawn=Call("agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
+        spawn=Call(
+            "agent",
+            {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"},
+        ),
         remark=_ALTERNATES,
         files={"{home}/.qwen/settings.json": json.dumps(_QUIET)},
     ),
@@ -246,7 +275,11 @@ CLIENTS: Final = (
         step="Thought: I read the file.\n<code>\nprint(read_file('{file}'))\n</code>",
         end=f"Thought: This is the end.\n<code>\nfinal_answer('{DONE}')\n</code>",
     ),
-    _python("smolagents/tools", ("smolagents[openai]==1.26.0",), end=Call("final_answer", {"answer": DONE})),
+    _python(
+        "smolagents/tools",
+        ("smolagents[openai]==1.26.0",),
+        end=Call("final_answer", {"answer": DONE}),
+    ),
     _python(
         "deepagents",
         ("deepagents==0.7.32", "langchain-openai"),
@@ -262,7 +295,11 @@ CLIENTS: Final = (
         spawn=Call("ask_colleague", {"input": "{task}"}),
     ),
     _python("strands", ("strands-agents[openai]==1.62.0",)),
-    _python("langchain-google", ("langchain-google-genai==4.4.2", "langchain"), environment={"GOOGLE_API_KEY": KEY}),
+    _python(
+        "langchain-google",
+        ("langchain-google-genai==4.4.2", "langchain"),
+        environment={"GOOGLE_API_KEY": KEY},
+    ),
     _python("google-adk", ("google-adk==2.13.0",), environment={"GOOGLE_API_KEY": KEY}),
     _python(
         "crewai",

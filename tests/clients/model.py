@@ -1,4 +1,6 @@
-"""The model that real clients talk to. It answers in the API of the request, whole or streamed, from one of its scripts.
+"""The model that real clients talk to.
+
+It answers in the API of the request, whole or streamed, from one of its scripts.
 
 Other requests get what clients need: WebSockets 426, lists of models, counts of tokens.
 """
@@ -74,7 +76,8 @@ class Model:
     """Plays one script for one client.
 
     Attributes:
-        given: by conversation: the main agent's has an empty name, those of sub-agents the names of their tasks.
+        given: by conversation: the main agent's has an empty name, those of sub-agents the names of
+            their tasks.
         requests: number of model requests.
         turns: number of those that are turns of an agent.
         ended: the script has ended.
@@ -105,7 +108,9 @@ class Model:
         if self._is_full and _COMPACTION.search(_read_newest(body)):
             self.compacted = True
             return SUMMARY
-        if OPENING not in text and self._is_aside(body):  # of a turn, landing may have taken the tools away
+        if OPENING not in text and self._is_aside(
+            body
+        ):  # of a turn, landing may have taken the tools away
             config = body.get("generationConfig") or {}
             schema = config.get("responseJsonSchema") or config.get("responseSchema")
             return json.dumps(_fit(schema)) if schema else "A title"
@@ -131,7 +136,10 @@ class Model:
     def _is_full(self) -> bool:
         """Whether the context is reported as full, until the client has asked for a summary."""
         return (
-            self.script == "compaction" and not self.compacted and "" in self.given and len(self.given[""].steps) >= FULL_AFTER
+            self.script == "compaction"
+            and not self.compacted
+            and "" in self.given
+            and len(self.given[""].steps) >= FULL_AFTER
         )
 
     def _is_aside(self, body: dict[str, Any]) -> bool:
@@ -143,7 +151,11 @@ class Model:
         number = len(given.steps)
         match self.script:
             case "work":
-                return self._write(self.client.step, f"file{number + 1}.txt") if number < STEPS else None
+                return (
+                    self._write(self.client.step, f"file{number + 1}.txt")
+                    if number < STEPS
+                    else None
+                )
             case "sub-agents" | "agents" if not task:
                 return self._delegate(number, text)
             case "nested":
@@ -153,7 +165,11 @@ class Model:
             case "obey" | "sub-agents" if noted:
                 return None
         files = self.client.loop
-        return self._write(self.client.step, files[number % len(files)]) if number < _LONGEST_LOOP else None
+        return (
+            self._write(self.client.step, files[number % len(files)])
+            if number < _LONGEST_LOOP
+            else None
+        )
 
     def _delegate(self, number: int, text: str) -> Answer | None:
         """The main agent's next step with sub-agents: it starts them, waits for them if necessary, and ends."""
@@ -161,12 +177,20 @@ class Model:
         if spawn is not None and not number:
             return [self._fill(spawn, task) for task in SUBTASKS]
         agents = list(dict.fromkeys(_AGENT.findall(text)))
-        return [self._fill(wait, agents[number - 1])] if wait is not None and number <= len(agents) else None
+        return (
+            [self._fill(wait, agents[number - 1])]
+            if wait is not None and number <= len(agents)
+            else None
+        )
 
     def _nest(self, task: str) -> Answer | None:
         """The only step of an agent that starts another one, unless it is the deepest."""
         below = dict(zip(("", *SUBTASKS), SUBTASKS, strict=False)).get(task)
-        return [self._fill(self.client.spawn, below)] if self.client.spawn is not None and below is not None else None
+        return (
+            [self._fill(self.client.spawn, below)]
+            if self.client.spawn is not None and below is not None
+            else None
+        )
 
     def _write(self, step: Step, file: str) -> Answer:
         if isinstance(step, str):
@@ -176,7 +200,12 @@ class Model:
     def _fill(self, call: Call, value: str) -> Call:
         return Call(
             call.tool,
-            json.loads(json.dumps(call.arguments).replace("{file}", value).replace("{task}", value).replace("{agents}", value)),
+            json.loads(
+                json.dumps(call.arguments)
+                .replace("{file}", value)
+                .replace("{task}", value)
+                .replace("{agents}", value)
+            ),
         )
 
 
@@ -221,12 +250,18 @@ def _list_message(message: dict[str, Any]) -> Iterator[Event]:
         yield "content_block_delta", {"index": index, "delta": delta}
         yield "content_block_stop", {"index": index}
     ending = {"stop_reason": message["stop_reason"], "stop_sequence": None}
-    yield "message_delta", {"delta": ending, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
+    yield (
+        "message_delta",
+        {"delta": ending, "usage": {"output_tokens": message["usage"]["output_tokens"]}},
+    )
     yield "message_stop", {}
 
 
 def _list_response(response: dict[str, Any]) -> Iterator[Event]:
-    yield "response.created", {"response": {**response, "status": "in_progress", "output": [], "usage": None}}
+    yield (
+        "response.created",
+        {"response": {**response, "status": "in_progress", "output": [], "usage": None}},
+    )
     for index, item in enumerate(response["output"]):
         place = {"item_id": item["id"], "output_index": index}
         started: dict[str, Any] = {**item, "status": "in_progress"}
@@ -243,7 +278,10 @@ def _list_response(response: dict[str, Any]) -> Iterator[Event]:
             yield "response.content_part.done", {**inside, "part": part}
         if "arguments" in item:
             yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
-            yield "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": item["arguments"]}
+            yield (
+                "response.function_call_arguments.done",
+                {**place, "name": item["name"], "arguments": item["arguments"]},
+            )
         yield "response.output_item.done", {"output_index": index, "item": item}
     yield "response.completed", {"response": response}
 
@@ -259,7 +297,9 @@ def _write_events(events: Iterator[Event]) -> bytes:
 def _count(whole: dict[str, Any], tokens: int) -> dict[str, Any]:
     for key in ("usage", "usageMetadata"):
         for name in whole.get(key, ()) if tokens else ():
-            if any(word in name.lower() for word in ("prompt", "input", "total")) and isinstance(whole[key][name], int):
+            if any(word in name.lower() for word in ("prompt", "input", "total")) and isinstance(
+                whole[key][name], int
+            ):
                 whole[key][name] = tokens
     return whole
 
@@ -290,10 +330,19 @@ def write_answer(
         case "/v1/responses":
             return "text/event-stream", _write_events(_list_response(whole))
     used = {**whole, "object": "chat.completion.chunk", "choices": []}
-    return "text/event-stream", stream_completion(whole).replace(_LAST, b"data: %b\n\n%b" % (json.dumps(used).encode(), _LAST))
+    return "text/event-stream", stream_completion(whole).replace(
+        _LAST, b"data: %b\n\n%b" % (json.dumps(used).encode(), _LAST)
+    )
 
 
-_LISTED: Final = {"id": "gpt-5", "object": "model", "type": "model", "created": 1, "owned_by": "x", "display_name": "x"}
+_LISTED: Final = {
+    "id": "gpt-5",
+    "object": "model",
+    "type": "model",
+    "created": 1,
+    "owned_by": "x",
+    "display_name": "x",
+}
 _OTHERS: Final[Sequence[tuple[str, dict[str, Any]]]] = (
     (r"/count_tokens$|:countTokens$", {"input_tokens": 1000, "totalTokens": 1000}),
     (r"/models(/|$)", {"object": "list", "data": [_LISTED], "models": [], "has_more": False}),
@@ -315,7 +364,11 @@ def serve_model(model: Model) -> Iterator[int]:
             except (KeyError, ValueError):
                 other = next((answer for form, answer in _OTHERS if re.search(form, path)), None)
                 status = HTTPStatus.NOT_FOUND if other is None else HTTPStatus.OK
-                return self._send(status, "application/json", json.dumps(other or {"error": {"message": "not here"}}).encode())
+                return self._send(
+                    status,
+                    "application/json",
+                    json.dumps(other or {"error": {"message": "not here"}}).encode(),
+                )
             answer = model.answer(body)
             kind, data = write_answer(
                 path,

@@ -90,10 +90,28 @@ def install(client: Client) -> Path:
     if client.source == NPM:
         if shutil.which("npm") is None:
             raise NotInstalled("npm is not on this machine")
-        _try("npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel", "error", *client.packages)
+        _try(
+            "npm",
+            "install",
+            "--prefix",
+            str(folder),
+            "--no-audit",
+            "--no-fund",
+            "--loglevel",
+            "error",
+            *client.packages,
+        )
     else:
         _try(sys.executable, "-m", "venv", str(folder))
-        _try(str(commands / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *client.packages)
+        _try(
+            str(commands / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *client.packages,
+        )
     stamp.write_text(wanted)
     return commands
 
@@ -113,12 +131,17 @@ class Zoo(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(client: Client, commands: Path, limits: Mapping[str, int] | None = None) -> Iterator[Zoo]:
+def opened(
+    client: Client, commands: Path, limits: Mapping[str, int] | None = None
+) -> Iterator[Zoo]:
     """Envoy and Loopguard before a model, with the preset of `loopguard init`, or with session limits."""
     command = [str(Path(sys.executable).parent / "loopguard"), "init"]
     policy = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     if limits is not None:
-        limited = {"session_limits": {**limits, "reject_status": "auto"}, "limit_keys": ["credential"]}
+        limited = {
+            "session_limits": {**limits, "reject_status": "auto"},
+            "limit_keys": ["credential"],
+        }
         policy = {"id": "limits", "spec": {"selector": {"pathPrefix": "/"}, **limited}}
     model = Model(client)
     with serve_model(model) as port, stack(policy, upstream=f"127.0.0.1:{port}") as guarded:
@@ -132,7 +155,9 @@ def run(zoo: Zoo, script: str) -> Run:
         home.mkdir()
         work.mkdir()
         for number in range(1, 21):
-            (work / f"file{number}.txt").write_text(f"Chapter {number}\n" + f"The story of the {number}. day. " * number + "\n")
+            (work / f"file{number}.txt").write_text(
+                f"Chapter {number}\n" + f"The story of the {number}. day. " * number + "\n"
+            )
         zoo.model.begin(script, str(work))
         known = {
             "{url}": f"http://127.0.0.1:{envoy.port}{_PREFIXES.get(script, '')}",
@@ -164,13 +189,23 @@ def run(zoo: Zoo, script: str) -> Run:
         if client.before:
             before = [_fill(word, known) for word in client.before]
             subprocess.run(
-                before, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+                before,
+                cwd=work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=60,
+                check=False,
             )
         seen = len(_list_entries(zoo.stack))
-        return _watch(zoo, [_fill(word, known) for word in client.command], environment, Path(name), seen)
+        return _watch(
+            zoo, [_fill(word, known) for word in client.command], environment, Path(name), seen
+        )
 
 
-def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder: Path, seen: int) -> Run:
+def _watch(
+    zoo: Zoo, command: list[str], environment: Mapping[str, str], folder: Path, seen: int
+) -> Run:
     screen = folder / "screen"
     started = time.time()
     refusals: list[float] = []
@@ -195,7 +230,9 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
     finally:
         killed = process.poll() is None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the whole session: some clients leave helpers behind
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # the whole session: some clients leave helpers behind
         code = process.wait()
         _end_strays(folder / "home")
     time.sleep(0.2)  # until Envoy has written its log
@@ -206,7 +243,16 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
     return Run(
         model.script,
         model.given,
-        len([step for given in model.given.values() for step in given.steps if step < refusals[0] + 0.001]) if refusals else 0,
+        len(
+            [
+                step
+                for given in model.given.values()
+                for step in given.steps
+                if step < refusals[0] + 0.001
+            ]
+        )
+        if refusals
+        else 0,
         max(len(refusals) - 1, 0),
         len([entry for entry in entries if entry.acted]),
         ended - (refusals[0] if refusals else started),
@@ -250,6 +296,8 @@ def _list_entries(guarded: Stack) -> list[_Entry]:
             entry: dict[str, Any] = json.loads(line)
             moment = datetime.fromisoformat(entry["time"]).timestamp()
             action = entry.get("loop_action") or ""
-            if entry["status"] != HTTPStatus.UPGRADE_REQUIRED:  # by which a client is sent from WebSockets to HTTP
+            if (
+                entry["status"] != HTTPStatus.UPGRADE_REQUIRED
+            ):  # by which a client is sent from WebSockets to HTTP
                 found.append(_Entry(moment, action == "reject", bool(action)))
     return found

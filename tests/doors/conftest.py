@@ -27,10 +27,14 @@ SHARED_BUNDLE = bundle(
     policy("messages", {"pathExact": "/v1/messages", "methods": ["POST"]}, **_USER),
     policy("teapot", {"pathExact": "/teapot"}, reject_status=418, cooldown_seconds=90, **_USER),
     policy("throttle", {"pathPrefix": "/throttle"}, action="throttle", max_delay_ms=400, **_USER),
-    policy("long", {"pathExact": "/long"}, action="throttle", threshold_identical_requests=300, **_USER),
+    policy(
+        "long", {"pathExact": "/long"}, action="throttle", threshold_identical_requests=300, **_USER
+    ),
     policy("warn", {"pathPrefix": "/warn"}, action="warn", **_USER),
     policy("beside", {"pathExact": "/beside"}, **_USER),
-    policy("canary", {"pathExact": "/beside"}, mode="shadow", threshold_identical_requests=2, **_USER),
+    policy(
+        "canary", {"pathExact": "/beside"}, mode="shadow", threshold_identical_requests=2, **_USER
+    ),
 )
 
 
@@ -57,7 +61,9 @@ def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
     """Envoy before a fake model, for a module's POLICIES; as many Loopguards as its REPLICAS share a server."""
     from tests.support.agents import open_gate  # here: the SDKs that it imports take seconds
 
-    with open_gate(request.module.POLICIES, replicas=getattr(request.module, "REPLICAS", 1)) as made:
+    with open_gate(
+        request.module.POLICIES, replicas=getattr(request.module, "REPLICAS", 1)
+    ) as made:
         yield made
 
 

@@ -26,7 +26,14 @@ GUARD_PORT = 50_051
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 POLICIES = bundle(
     policy("all", {"pathPrefix": "/"}, **USER),
-    policy("slow", {"pathPrefix": "/chat/slow"}, action="throttle", max_delay_ms=400, threshold_identical_requests=2, **USER),
+    policy(
+        "slow",
+        {"pathPrefix": "/chat/slow"},
+        action="throttle",
+        max_delay_ms=400,
+        threshold_identical_requests=2,
+        **USER,
+    ),
 )
 VALUES: Values = {
     "policies": {"bundle": POLICIES},
@@ -38,22 +45,43 @@ VALUES: Values = {
         "clientTrafficPolicy": {"gateway": "public"},
     },
 }
-OURS = ("Service", "EnvoyExtensionPolicy", "ClientTrafficPolicy", "BackendTLSPolicy", "ReferenceGrant")
+OURS = (
+    "Service",
+    "EnvoyExtensionPolicy",
+    "ClientTrafficPolicy",
+    "BackendTLSPolicy",
+    "ReferenceGrant",
+)
 # HTTPRoutes and their rules; each takes the paths that begin with its name.
 ROUTES = {"chat": ["chat"], "several": ["guarded", "open"], "rest": ["rest"]}
 
 
-def write_object(kind: str, name: str, spec: Object, version: str = "gateway.networking.k8s.io/v1") -> Object:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": GATEWAYS}, "spec": spec}
+def write_object(
+    kind: str, name: str, spec: Object, version: str = "gateway.networking.k8s.io/v1"
+) -> Object:
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "namespace": GATEWAYS},
+        "spec": spec,
+    }
 
 
 def write_cluster(port: int, upstream: int) -> Iterator[Object]:
     """A Gateway with two listeners, the first on this port, and routes to an upstream on loopback."""
     controller = "gateway.envoyproxy.io/gatewayclass-controller"
     yield write_object("GatewayClass", "eg", {"controllerName": controller})
-    listeners = [{"name": name, "protocol": "HTTP", "port": at} for name, at in (("http", port), ("https", port + 1))]
+    listeners = [
+        {"name": name, "protocol": "HTTP", "port": at}
+        for name, at in (("http", port), ("https", port + 1))
+    ]
     yield write_object("Gateway", "public", {"gatewayClassName": "eg", "listeners": listeners})
-    yield write_object("Service", "upstream", {"clusterIP": "127.0.0.1", "ports": [{"name": "http", "port": upstream}]}, "v1")
+    yield write_object(
+        "Service",
+        "upstream",
+        {"clusterIP": "127.0.0.1", "ports": [{"name": "http", "port": upstream}]},
+        "v1",
+    )
     everything = {"parentRefs": [{"name": "public"}]}
     served = [{"name": "upstream", "port": upstream}]
     for route, names in ROUTES.items():
@@ -74,8 +102,20 @@ def translate(values: Values, port: int, upstream: int) -> Object:
     with tempfile.TemporaryDirectory(prefix="eg") as name:
         file = Path(name) / "objects.yaml"
         file.write_text("\n---\n".join(map(json.dumps, [*ours, *write_cluster(port, upstream)])))
-        command = [f"{BUILT}/egctl", "x", "translate", "-f", str(file), "--to", "gateway-api,xds", "-o", "json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "HOME": name})
+        command = [
+            f"{BUILT}/egctl",
+            "x",
+            "translate",
+            "-f",
+            str(file),
+            "--to",
+            "gateway-api,xds",
+            "-o",
+            "json",
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, "HOME": name}
+        )
     assert done.returncode == 0, done.stderr
     translated: Object = json.loads(done.stdout)
     return translated
@@ -100,13 +140,25 @@ def find_guard(endpoints: list[Object]) -> list[Object]:
     raise AssertionError("no endpoint of Loopguard")
 
 
-def write_bootstrap(printed: Object, translated: Object, port: int, others: Sequence[Loopguard]) -> Object:
-    """An Envoy with the whole configuration in its bootstrap. Loopguard's own cluster is there for `stack`."""
-    routes = [make_static(item["routeConfig"]) for item in find_dump(translated, "RoutesConfigDump")]
-    endpoints = [make_static(item["endpointConfig"]) for item in find_dump(translated, "EndpointsConfigDump")]
+def write_bootstrap(
+    printed: Object, translated: Object, port: int, others: Sequence[Loopguard]
+) -> Object:
+    """An Envoy with the whole configuration in its bootstrap.
+
+    Loopguard's own cluster is there for `stack`.
+    """
+    routes = [
+        make_static(item["routeConfig"]) for item in find_dump(translated, "RoutesConfigDump")
+    ]
+    endpoints = [
+        make_static(item["endpointConfig"]) for item in find_dump(translated, "EndpointsConfigDump")
+    ]
     guard = find_guard(endpoints)
     guard += [json.loads(json.dumps(guard[0])) for _ in others]
-    pods = [f"127.0.0.1:{read_port(printed['static_resources']['clusters'][0])}", *(other.address for other in others)]
+    pods = [
+        f"127.0.0.1:{read_port(printed['static_resources']['clusters'][0])}",
+        *(other.address for other in others),
+    ]
     for each, pod in zip(guard, pods, strict=True):
         host, _, at = pod.rpartition(":")
         each["endpoint"]["address"]["socketAddress"] |= {"address": host, "portValue": int(at)}
@@ -116,16 +168,26 @@ def write_bootstrap(printed: Object, translated: Object, port: int, others: Sequ
         cluster = make_static(item["cluster"])
         del cluster["edsClusterConfig"]
         for check in cluster.get("healthChecks", ()):
-            check["noTrafficInterval"] = check["interval"]  # as for a gateway that has had traffic for a minute
+            check["noTrafficInterval"] = check[
+                "interval"
+            ]  # as for a gateway that has had traffic for a minute
         clusters.append({**cluster, "type": "STATIC", "loadAssignment": known[cluster["name"]]})
-    listeners = [make_static(item["activeState"]["listener"]) for item in find_dump(translated, "ListenersConfigDump")]
-    (listener,) = (item for item in listeners if item["address"]["socketAddress"]["portValue"] == port)
+    listeners = [
+        make_static(item["activeState"]["listener"])
+        for item in find_dump(translated, "ListenersConfigDump")
+    ]
+    (listener,) = (
+        item for item in listeners if item["address"]["socketAddress"]["portValue"] == port
+    )
     listener["address"]["socketAddress"]["address"] = "127.0.0.1"
     manager = listener["defaultFilterChain"]["filters"][0]["typedConfig"]
     name = manager.pop("rds")["routeConfigName"]
     (manager["routeConfig"],) = (route for route in routes if route["name"] == name)
     clusters.append(printed["static_resources"]["clusters"][0])
-    return {"admin": printed["admin"], "static_resources": {"listeners": [listener], "clusters": clusters}}
+    return {
+        "admin": printed["admin"],
+        "static_resources": {"listeners": [listener], "clusters": clusters},
+    }
 
 
 @contextmanager
@@ -145,7 +207,11 @@ def envoy_gateway(
     def make(text: str) -> str:
         printed = yaml.safe_load(text)
         upstream = read_port(printed["static_resources"]["clusters"][1])
-        return edit(json.dumps(write_bootstrap(printed, translate(values, port, upstream), port, others)))
+        return edit(
+            json.dumps(write_bootstrap(printed, translate(values, port, upstream), port, others))
+        )
 
-    with stack(values["policies"]["bundle"], "--listen", f"127.0.0.1:{free_port()}", *flags, edit=make) as made:
+    with stack(
+        values["policies"]["bundle"], "--listen", f"127.0.0.1:{free_port()}", *flags, edit=make
+    ) as made:
         yield made

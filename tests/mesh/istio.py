@@ -28,9 +28,22 @@ POLICIES = bundle(
     policy("chat", {"pathPrefix": "/chat"}, limit_keys=["header:x-user-id"]),
     policy("claims", {"routes": ["claims"]}, limit_keys=["header:x-user-id"]),
     policy("files", {"pathPrefix": "/files/counted"}, limit_keys=["header:x-user-id"]),
-    policy("pinned", {"pathPrefix": "/nowhere"}, limit_keys=["header:x-user-id"], threshold_identical_requests=2),
+    policy(
+        "pinned",
+        {"pathPrefix": "/nowhere"},
+        limit_keys=["header:x-user-id"],
+        threshold_identical_requests=2,
+    ),
 )
-OWN = bundle(policy("own", {"pathPrefix": "/"}, action="warn", limit_keys=["header:x-user-id"], threshold_identical_requests=2))
+OWN = bundle(
+    policy(
+        "own",
+        {"pathPrefix": "/"},
+        action="warn",
+        limit_keys=["header:x-user-id"],
+        threshold_identical_requests=2,
+    )
+)
 VALUES: Values = {
     "policies": {"bundle": POLICIES},
     "istio": {
@@ -57,7 +70,13 @@ def write_mesh(port: int, upstream: int) -> Iterator[Object]:
         "metadata": {"name": "gateway", "namespace": GATEWAYS},
         "spec": {
             "selector": LABELS,
-            "servers": [{"port": {"number": port, "name": "http", "protocol": "HTTP"}, "bind": "127.0.0.1", "hosts": ["*"]}],
+            "servers": [
+                {
+                    "port": {"number": port, "name": "http", "protocol": "HTTP"},
+                    "bind": "127.0.0.1",
+                    "hosts": ["*"],
+                }
+            ],
         },
     }
     yield {
@@ -75,7 +94,10 @@ def write_mesh(port: int, upstream: int) -> Iterator[Object]:
         "apiVersion": "security.istio.io/v1",
         "kind": "RequestAuthentication",
         "metadata": {"name": "tokens", "namespace": GATEWAYS},
-        "spec": {"selector": {"matchLabels": LABELS}, "jwtRules": [{"issuer": ISSUER, "jwks": json.dumps({"keys": [KEY]})}]},
+        "spec": {
+            "selector": {"matchLabels": LABELS},
+            "jwtRules": [{"issuer": ISSUER, "jwks": json.dumps({"keys": [KEY]})}],
+        },
     }
     to_upstream = [{"destination": {"host": "upstream.example", "port": {"number": 80}}}]
     yield {
@@ -88,10 +110,18 @@ def write_mesh(port: int, upstream: int) -> Iterator[Object]:
             "http": [
                 {
                     "name": "claims",
-                    "match": [{"uri": {"prefix": "/rest/claims"}, "headers": {"@request.auth.claims.team": {"exact": "a"}}}],
+                    "match": [
+                        {
+                            "uri": {"prefix": "/rest/claims"},
+                            "headers": {"@request.auth.claims.team": {"exact": "a"}},
+                        }
+                    ],
                     "route": to_upstream,
                 },
-                *({"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_upstream} for name in ROUTES),
+                *(
+                    {"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_upstream}
+                    for name in ROUTES
+                ),
             ],
         },
     }
@@ -109,14 +139,22 @@ def write_endpoints(service: Object, *pods: str) -> Iterator[Object]:
             "metadata": {"name": f"{name}-{number}", "namespace": namespace, "labels": labels},
             "addressType": "IPv4",
             "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
-            "ports": [{"name": service["spec"]["ports"][0]["name"], "port": int(port), "protocol": "TCP"}],
+            "ports": [
+                {"name": service["spec"]["ports"][0]["name"], "port": int(port), "protocol": "TCP"}
+            ],
         }
 
 
 def write_bootstrap(printed: Object, istiod: int) -> Object:
-    """An Envoy that gets everything from Istio. Loopguard's own cluster is there for `stack`, which waits for its health."""
+    """An Envoy that gets everything from Istio.
+
+    Loopguard's own cluster is there for `stack`, which waits for its health.
+    """
     options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    http2 = {"@type": f"type.googleapis.com/{options}", "explicit_http_config": {"http2_protocol_options": {}}}
+    http2 = {
+        "@type": f"type.googleapis.com/{options}",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
     discovery = {
         "api_type": "GRPC",
         "transport_api_version": "V3",
@@ -128,10 +166,16 @@ def write_bootstrap(printed: Object, istiod: int) -> Object:
     return {
         "admin": printed["admin"],
         "node": {
-            # No endpoint has this address: with an endpoint's, such as 127.0.0.1, Istio would use that endpoint's labels.
+            # No endpoint has this address: with an endpoint's, such as 127.0.0.1, Istio would use
+            # that endpoint's labels.
             "id": f"router~192.0.2.1~gateway.{GATEWAYS}~{GATEWAYS}.svc.cluster.local",
             "cluster": "gateway",
-            "metadata": {"NAMESPACE": GATEWAYS, "LABELS": LABELS, "CLUSTER_ID": "Kubernetes", "ISTIO_VERSION": "1.30.0"},
+            "metadata": {
+                "NAMESPACE": GATEWAYS,
+                "LABELS": LABELS,
+                "CLUSTER_ID": "Kubernetes",
+                "ISTIO_VERSION": "1.30.0",
+            },
         },
         "dynamic_resources": {"ads_config": discovery, "lds_config": ads, "cds_config": ads},
         "static_resources": {
@@ -174,13 +218,25 @@ def istio(
             made = objects(values)
             if patient:
                 be_patient(made)
-            configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_mesh(free_port(), upstream)]
-            (service,) = (item for item in of_kind(made, "Service") if item["metadata"]["name"] == NAME)
+            configs = [
+                *of_kind(made, "EnvoyFilter"),
+                *of_kind(made, "DestinationRule"),
+                *write_mesh(free_port(), upstream),
+            ]
+            (service,) = (
+                item for item in of_kind(made, "Service") if item["metadata"]["name"] == NAME
+            )
             first = read_port(printed["static_resources"]["clusters"][0])
-            kubernetes = write_endpoints(service, f"127.0.0.1:{first}", *(other.address for other in others))
+            kubernetes = write_endpoints(
+                service, f"127.0.0.1:{first}", *(other.address for other in others)
+            )
             for file, listed in (("configs.yaml", configs), ("objects.yaml", kubernetes)):
                 (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
-            places = [f"127.0.0.1:{discovery}", str(folder / "configs.yaml"), str(folder / "objects.yaml")]
+            places = [
+                f"127.0.0.1:{discovery}",
+                str(folder / "configs.yaml"),
+                str(folder / "objects.yaml"),
+            ]
             istiod = Process([f"{BUILT}/istiod", *places], folder / "istiod.log")
             ended.callback(istiod.stop)
             istiod.wait_for("serving")
@@ -195,4 +251,9 @@ def istio(
 def count_missed(made: Stack) -> int:
     """Requests that passed without an answer or waited in vain."""
     names = "failure_mode_allowed|message_timeouts"
-    return sum(int(found) for found in re.findall(rf"ext_proc\.(?:\S+\.)?(?:{names}): (\d+)", made.envoy.admin("/stats")))
+    return sum(
+        int(found)
+        for found in re.findall(
+            rf"ext_proc\.(?:\S+\.)?(?:{names}): (\d+)", made.envoy.admin("/stats")
+        )
+    )

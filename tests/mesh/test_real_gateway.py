@@ -26,10 +26,19 @@ from tests.support.check_envoy import report
 from tests.support.harness import Stack
 from tests.support.meshes import BUILT, GATEWAY_LEFT, gateway_configuration, statuses
 
-pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Envoy Gateway is NOT tested")
+pytestmark = pytest.mark.skipif(
+    not BUILT, reason="`make test-mesh` was not asked for: the real Envoy Gateway is NOT tested"
+)
 
-GATEWAY_CASES = {name: values for name, values in CASES.items() if values.get("envoyGateway", {}).get("enabled")}
-MODELLED = (*GATEWAY_LEFT, "early_header_mutation_extensions", "http2_protocol_options", "request_timeout")
+GATEWAY_CASES = {
+    name: values for name, values in CASES.items() if values.get("envoyGateway", {}).get("enabled")
+}
+MODELLED = (
+    *GATEWAY_LEFT,
+    "early_header_mutation_extensions",
+    "http2_protocol_options",
+    "request_timeout",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +53,19 @@ def test_envoy_gateway_accepts_every_object(values: Values) -> None:
 
     kinds = ("clientTrafficPolicies", "envoyExtensionPolicies", "backendTLSPolicies")
     ours = [item for kind in kinds for item in translated.get(kind, [])]
-    said = [condition for item in ours for place in item["status"]["ancestors"] for condition in place["conditions"]]
+    said = [
+        condition
+        for item in ours
+        for place in item["status"]["ancestors"]
+        for condition in place["conditions"]
+    ]
     assert len(ours) == len([item for kind in OURS[1:4] for item in of_kind(objects(values), kind)])
     assert {condition["message"] for condition in said if condition["status"] != "True"} == set()
-    assert {"Accepted"} <= {condition["type"] for condition in said} <= {"Accepted", "ResolvedRefs", "Overridden"}
+    assert (
+        {"Accepted"}
+        <= {condition["type"] for condition in said}
+        <= {"Accepted", "ResolvedRefs", "Overridden"}
+    )
     listeners = json.dumps(find_dump(translated, "ListenersConfigDump"))
     assert len(set(re.findall(r'"name": "(envoy.filters.http.ext_proc/[^"]+)"', listeners))) == 1
 
@@ -63,9 +81,17 @@ def test_server_name_is_verified() -> None:
 
 def test_loop_is_refused_on_targets_only(gateway: Stack) -> None:
     before = gateway.loopguard.metric("requests_total")
-    found = {name: statuses(gateway, f"/{name}", 3, body=b"same") for name in ("chat", "guarded", "open", "rest")}
+    found = {
+        name: statuses(gateway, f"/{name}", 3, body=b"same")
+        for name in ("chat", "guarded", "open", "rest")
+    }
 
-    assert found == {"chat": [200, 200, 429], "guarded": [200, 200, 429], "open": [200] * 3, "rest": [200] * 3}
+    assert found == {
+        "chat": [200, 200, 429],
+        "guarded": [200, 200, 429],
+        "open": [200] * 3,
+        "rest": [200] * 3,
+    }
     assert gateway.loopguard.metric("requests_total") - before == 6
 
 
@@ -86,19 +112,25 @@ def choose_late(text: str) -> str:
         "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
         "defaultSourceCode": {"inlineString": LATE},
     }
-    manager = made["static_resources"]["listeners"][0]["defaultFilterChain"]["filters"][0]["typedConfig"]
+    manager = made["static_resources"]["listeners"][0]["defaultFilterChain"]["filters"][0][
+        "typedConfig"
+    ]
     manager["httpFilters"].insert(0, {"name": "late", "typedConfig": lua})
     return json.dumps(made)
 
 
 @pytest.mark.parametrize(
-    ("target", "last"), [({"kind": "Gateway", "name": "public"}, 429), ({"name": "chat"}, 200)], ids=["Gateway", "HTTPRoute"]
+    ("target", "last"),
+    [({"kind": "Gateway", "name": "public"}, 429), ({"name": "chat"}, 200)],
+    ids=["Gateway", "HTTPRoute"],
 )
 def test_late_route_needs_policy_of_gateway(target: dict[str, str], last: int) -> None:
     values = merged(VALUES, {"envoyGateway": {"targetRefs": [target]}})
     with envoy_gateway(values, edit=choose_late) as made:
         assert statuses(made, "/rest/late/x", 3, body=b"same") == [200, 200, last]
-        codes = [code for code, _, _ in check(json.loads(made.envoy.admin("/config_dump")), POLICIES)]
+        codes = [
+            code for code, _, _ in check(json.loads(made.envoy.admin("/config_dump")), POLICIES)
+        ]
         assert ("late-route" in codes) == (last == 200)
 
 
@@ -109,7 +141,10 @@ def test_large_bodies_are_compared_and_throttles_held(gateway: Stack) -> None:
 
 
 def test_forged_marks_are_removed(gateway: Stack) -> None:
-    gateway.send("/chat/forged", headers={"x-user-id": "eve", "x-fairvisor-warning": "mine", "x-loopguard-steered": "1"})
+    gateway.send(
+        "/chat/forged",
+        headers={"x-user-id": "eve", "x-fairvisor-warning": "mine", "x-loopguard-steered": "1"},
+    )
 
     seen = gateway.upstream.seen[-1]
     assert (seen.header("x-fairvisor-warning"), seen.header("x-loopguard-steered")) == (None, None)
@@ -128,11 +163,15 @@ def test_check_envoy_reads_envoy_gateway_configuration(gateway: Stack) -> None:
         "grpcroute/gateways/tools/rule/0": [],
     }
     assert [code for code, _, hurts in check(dump, POLICIES) if hurts] == ["unguarded"] * 3
-    assert {"processing-mode", "failure-mode"} <= {code for code, _, hurts in check(dump, POLICIES) if not hurts}
+    assert {"processing-mode", "failure-mode"} <= {
+        code for code, _, hurts in check(dump, POLICIES) if not hurts
+    }
 
 
 def test_model_of_envoy_gateway_matches(gateway: Stack) -> None:
-    (manager,) = find_managers(find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump")))))
+    (manager,) = find_managers(
+        find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump"))))
+    )
     options = read_options(EnvoyOptions, {"upstream": "127.0.0.1:1"})
     printed = render_bootstrap(load([str(gateway.folder / "policies")], datetime.now(UTC)), options)
     model = json.loads(gateway_configuration(printed, VALUES))

@@ -38,12 +38,22 @@ from tests.support.check_envoy import report
 from tests.support.documents import bare_policy, bundle, policy
 from tests.support.envoy_config import verdict
 from tests.support.harness import Loopguard, Stack, eventually, write_policies
-from tests.support.meshes import BUILT, FILTER, USER, cluster_names, each_istio, envoy_filter, statuses
+from tests.support.meshes import (
+    BUILT,
+    FILTER,
+    USER,
+    cluster_names,
+    each_istio,
+    envoy_filter,
+    statuses,
+)
 from tests.support.servers import free_port
 from tests.support.streams import over_http2
 from tests.support.tokens import sign
 
-pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
+pytestmark = pytest.mark.skipif(
+    not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested"
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +71,37 @@ def test_a_loop_is_refused(gateway: Stack) -> None:
 
 
 def test_requests_to_apis_are_guarded_on_unnamed_routes() -> None:
-    by_api = policy("models", {"apis": "any"}, action="warn", limit_keys=["header:x-user-id"], threshold_identical_requests=2)
+    by_api = policy(
+        "models",
+        {"apis": "any"},
+        action="warn",
+        limit_keys=["header:x-user-id"],
+        threshold_identical_requests=2,
+    )
     values = merged(VALUES, {"policies": {"bundle": bundle(by_api)}, "istio": {"routes": []}})
     with istio(values) as made:
         eventually(lambda: made.envoy.stat(f"cluster.{CLUSTER};.membership_healthy") == 1, "a pod")
 
         calls = [
-            made.send(f"/{route}/v1/messages", method="POST", body=b"{}", headers=USER) for route in ("chat", "rest", "rest")
+            made.send(f"/{route}/v1/messages", method="POST", body=b"{}", headers=USER)
+            for route in ("chat", "rest", "rest")
         ]
         uploads = statuses(made, "/files", 4, body=b"x" * 12_000_000)
 
-        assert [answer.headers.get("x-fairvisor-warning") for answer in calls] == [None, None, "loop_warn"]
+        assert [answer.headers.get("x-fairvisor-warning") for answer in calls] == [
+            None,
+            None,
+            "loop_warn",
+        ]
         assert uploads == [200] * 4
         assert made.loopguard.metric("unmatched_total") == 0
-        hurting = [code for code, _, hurts in check(json.loads(made.envoy.admin("/config_dump")), bundle(by_api)) if hurts]
+        hurting = [
+            code
+            for code, _, hurts in check(
+                json.loads(made.envoy.admin("/config_dump")), bundle(by_api)
+            )
+            if hurts
+        ]
         assert hurting == ["request-timeout", "path-spelling"]  # both are in the docs
 
 
@@ -90,7 +117,10 @@ def test_routes_pass_their_policies(gateway: Stack) -> None:
 def test_route_chosen_by_claims_is_guarded(gateway: Stack) -> None:
     token = {**sign(iss=ISSUER, sub="s", team="a"), **USER}
 
-    with_token = [gateway.send("/rest/claims", method="POST", body=b"same", headers=token).status for _ in range(4)]
+    with_token = [
+        gateway.send("/rest/claims", method="POST", body=b"same", headers=token).status
+        for _ in range(4)
+    ]
 
     assert with_token == [200, 200, 429, 429]
     assert statuses(gateway, "/rest/claims", 4, body=b"same") == [200] * 4
@@ -112,7 +142,10 @@ def test_session_tokens_are_read() -> None:
     with istio(values) as made:
         for path in ("/rest", "/chat"):
             assert made.post(path, {}, {**USER, "x-session-id": "s"}).status == 200
-        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") == 1, "an entry")
+        eventually(
+            lambda: made.loopguard.metric("access_log_entries_total", result="taken") == 1,
+            "an entry",
+        )
 
         assert made.envoy.stat("json_to_metadata.resp.success") == 1
 
@@ -130,12 +163,21 @@ def test_hung_pod_delays_no_request() -> None:
         other.signal(signal.SIGSTOP)
         ended.callback(other.signal, signal.SIGCONT)
         trusted = f"{other.address}::health_flags::healthy"
-        eventually(lambda: trusted not in made.envoy.admin("/clusters"), "the end of trust in the one that hangs")
-        eventually(lambda: made.envoy.stat(healthy) == 1, "trust in the other one, which a busy machine may shake")
+        eventually(
+            lambda: trusted not in made.envoy.admin("/clusters"),
+            "the end of trust in the one that hangs",
+        )
+        eventually(
+            lambda: made.envoy.stat(healthy) == 1,
+            "trust in the other one, which a busy machine may shake",
+        )
         assert other.address in made.envoy.admin("/clusters")
         counted, missed = made.loopguard.metric("requests_total"), count_missed(made)
 
-        found = {made.send(f"/chat/{number}", method="POST", body=b"x", headers=USER).status for number in range(100)}
+        found = {
+            made.send(f"/chat/{number}", method="POST", body=b"x", headers=USER).status
+            for number in range(100)
+        }
 
         assert asked_both
         assert found == {200}
@@ -145,7 +187,9 @@ def test_hung_pod_delays_no_request() -> None:
 
 def test_large_bodies(gateway: Stack) -> None:
     assert statuses(gateway, "/chat/large", 3, body=b"x" * 3_000_000) == [200, 200, 429]
-    for _ in range(20):  # Istio's routes retry, and what Envoy keeps for that it must not send twice
+    for _ in range(
+        20
+    ):  # Istio's routes retry, and what Envoy keeps for that it must not send twice
         data = random.randbytes(11_000_000)
         assert statuses(gateway, "/files/close", 1, body=data) == [200]
 
@@ -159,15 +203,22 @@ def test_body_survives_death_of_loopguard() -> None:
     with istio(VALUES) as made:
         client = made.connect()
         client.sendall(
-            b"POST /files/counted/close HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\ncontent-length: 3000000\r\n\r\n"
+            (
+                b"POST /files/counted/close HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\ncontent-length: "
+                b"3000000\r\n\r\n"
+            )
             + body[:2_000_000]
         )
         eventually(
-            lambda: f"ext_proc.{FILTER}.stream_msgs_received: 1" in made.envoy.admin("/stats"), "the answer to its headers"
+            lambda: f"ext_proc.{FILTER}.stream_msgs_received: 1" in made.envoy.admin("/stats"),
+            "the answer to its headers",
         )
 
         made.loopguard.signal(signal.SIGKILL)
-        eventually(lambda: f"ext_proc.{FILTER}.failure_mode_allowed: 1" in made.envoy.admin("/stats"), "the end of its stream")
+        eventually(
+            lambda: f"ext_proc.{FILTER}.failure_mode_allowed: 1" in made.envoy.admin("/stats"),
+            "the end of its stream",
+        )
         client.sendall(body[2_000_000:])
 
         assert client.makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
@@ -181,8 +232,18 @@ def test_body_survives_death_of_loopguard() -> None:
 # Where the cases attach Loopguard.
 PROXIES: dict[str, Object] = {
     "GATEWAY": {"Type": "router", "IP": "10.1.1.1", "Namespace": GATEWAYS, "Labels": LABELS},
-    "SIDECAR_INBOUND": {"Type": "sidecar", "IP": "10.1.1.2", "Namespace": "guards", "Labels": {"app": "agent-api"}},
-    "SIDECAR_OUTBOUND": {"Type": "sidecar", "IP": "10.1.1.3", "Namespace": "agents", "Labels": {"app": "agent"}},
+    "SIDECAR_INBOUND": {
+        "Type": "sidecar",
+        "IP": "10.1.1.2",
+        "Namespace": "guards",
+        "Labels": {"app": "agent-api"},
+    },
+    "SIDECAR_OUTBOUND": {
+        "Type": "sidecar",
+        "IP": "10.1.1.3",
+        "Namespace": "agents",
+        "Labels": {"app": "agent"},
+    },
 }
 
 
@@ -190,11 +251,18 @@ def write_service(proxy: Object, port: int, at: int) -> Iterator[Object]:
     named = {"name": "proxy", "namespace": proxy["Namespace"]}
     status = {"phase": "Running", "podIP": proxy["IP"], "podIPs": [{"ip": proxy["IP"]}]}
     containers = [{"name": "proxy", "image": "proxy", "ports": [{"containerPort": at}]}]
-    pod = {"metadata": {**named, "labels": proxy["Labels"]}, "spec": {"containers": containers}, "status": status}
+    pod = {
+        "metadata": {**named, "labels": proxy["Labels"]},
+        "spec": {"containers": containers},
+        "status": status,
+    }
     yield {"apiVersion": "v1", "kind": "Pod", **pod}
     ports = [{"name": "http", "port": port, "targetPort": at, "protocol": "TCP"}]
     spec = {"selector": proxy["Labels"], "ports": ports}
-    yield from write_endpoints({"apiVersion": "v1", "kind": "Service", "metadata": named, "spec": spec}, f"{proxy['IP']}:{at}")
+    yield from write_endpoints(
+        {"apiVersion": "v1", "kind": "Service", "metadata": named, "spec": spec},
+        f"{proxy['IP']}:{at}",
+    )
 
 
 def write_surroundings(values: Values) -> Iterator[Object]:
@@ -204,7 +272,9 @@ def write_surroundings(values: Values) -> Iterator[Object]:
         "metadata": {"name": "gateway", "namespace": GATEWAYS},
         "spec": {
             "selector": LABELS,
-            "servers": [{"port": {"number": 443, "name": "http", "protocol": "HTTP"}, "hosts": ["*"]}],
+            "servers": [
+                {"port": {"number": 443, "name": "http", "protocol": "HTTP"}, "hosts": ["*"]}
+            ],
         },
     }
     yield {
@@ -231,17 +301,33 @@ def write_surroundings(values: Values) -> Iterator[Object]:
             "spec": {
                 "hosts": [host],
                 "gateways": [f"{GATEWAYS}/gateway"],
-                "http": [{"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_model} for name in names],
+                "http": [
+                    {"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_model}
+                    for name in names
+                ],
             },
         }
 
 
 def print_pushed(values: Values, folder: Path) -> Object:
     made = objects(values)
-    services = [item for item in of_kind(made, "Service") if item["spec"]["ports"][0]["port"] == 50_051]
-    pods = [item for number, service in enumerate(services) for item in write_endpoints(service, f"10.1.2.{number}:50051")]
-    pods += [*write_service(PROXIES["GATEWAY"], 443, 8_443), *write_service(PROXIES["SIDECAR_INBOUND"], 80, 8_080)]
-    configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_surroundings(values)]
+    services = [
+        item for item in of_kind(made, "Service") if item["spec"]["ports"][0]["port"] == 50_051
+    ]
+    pods = [
+        item
+        for number, service in enumerate(services)
+        for item in write_endpoints(service, f"10.1.2.{number}:50051")
+    ]
+    pods += [
+        *write_service(PROXIES["GATEWAY"], 443, 8_443),
+        *write_service(PROXIES["SIDECAR_INBOUND"], 80, 8_080),
+    ]
+    configs = [
+        *of_kind(made, "EnvoyFilter"),
+        *of_kind(made, "DestinationRule"),
+        *write_surroundings(values),
+    ]
     for file, listed in (("configs.yaml", configs), ("objects.yaml", pods)):
         (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
     proxy = json.dumps(PROXIES[values["istio"].get("context", "GATEWAY")])
@@ -254,7 +340,9 @@ def print_pushed(values: Values, folder: Path) -> Object:
 
 @each_istio
 def test_every_case_guards_named_routes(values: Values, tmp_path: Path) -> None:
-    values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})  # which is the domain of this Istio
+    values = merged(
+        values, {"istio": {"clusterDomain": "cluster.local"}}
+    )  # which is the domain of this Istio
     pushed = print_pushed(values, tmp_path)
 
     made = inspect(find_resources(ConfigPlace(pushed)), find_needs(None, 65_535))
@@ -262,11 +350,15 @@ def test_every_case_guards_named_routes(values: Values, tmp_path: Path) -> None:
     named = {route["name"] for route in values["istio"].get("routes", ())}
     wanted = named or {"default" if values["istio"].get("context") == "SIDECAR_INBOUND" else "any"}
     asked = set(cluster_names(envoy_filter(values)))
-    clusters = {item["name"]: item for item in pushed["resources"] if item["@type"].endswith(".Cluster")}
+    clusters = {
+        item["name"]: item for item in pushed["resources"] if item["@type"].endswith(".Cluster")
+    }
     assert guarded == wanted
     assert "late-route" not in {item.code for item in made.findings}
     for name in asked:
-        protocol = clusters[name]["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+        protocol = clusters[name]["typed_extension_protocol_options"][
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+        ]
         assert "connection_keepalive" in protocol["explicit_http_config"]["http2_protocol_options"]
         assert clusters[name]["outlier_detection"]["consecutive_gateway_failure"] == 1
         assert ("health_checks" in clusters[name]) == (values["istio"].get("tls") != "AUTO")
@@ -277,13 +369,26 @@ def make_bootstrap(pushed: Object) -> Object:
     kinds: dict[str, list[Object]] = {}
     for item in pushed["resources"]:
         kind = item["@type"].rpartition(".")[2]
-        kinds.setdefault(kind, []).append({key: value for key, value in item.items() if key != "@type"})
-    secrets = {"name": "sds-grpc", "type": "STATIC", "load_assignment": {"cluster_name": "sds-grpc"}}
-    api = {"api_type": "GRPC", "transport_api_version": "V3", "grpc_services": [{"envoy_grpc": {"cluster_name": "sds-grpc"}}]}
+        kinds.setdefault(kind, []).append(
+            {key: value for key, value in item.items() if key != "@type"}
+        )
+    secrets = {
+        "name": "sds-grpc",
+        "type": "STATIC",
+        "load_assignment": {"cluster_name": "sds-grpc"},
+    }
+    api = {
+        "api_type": "GRPC",
+        "transport_api_version": "V3",
+        "grpc_services": [{"envoy_grpc": {"cluster_name": "sds-grpc"}}],
+    }
     return {
         "node": {"id": "proxy", "cluster": "proxy"},
         "dynamic_resources": {"ads_config": api},
-        "static_resources": {"listeners": kinds["Listener"], "clusters": [secrets, *kinds["Cluster"]]},
+        "static_resources": {
+            "listeners": kinds["Listener"],
+            "clusters": [secrets, *kinds["Cluster"]],
+        },
     }
 
 
@@ -291,7 +396,9 @@ def make_bootstrap(pushed: Object) -> Object:
 
 
 def test_model_of_istio_matches(gateway: Stack) -> None:
-    (manager,) = find_managers(find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump")))))
+    (manager,) = find_managers(
+        find_resources(ConfigPlace(json.loads(gateway.envoy.admin("/config_dump"))))
+    )
 
     assert {name: manager.place.get(name).value for name in LEFT} == LEFT
     assert manager.listener.get("per_connection_buffer_limit_bytes").value == 10_485_760
@@ -308,6 +415,8 @@ def test_check_envoy_reads_istio_configuration(gateway: Stack) -> None:
         "claims": ["BUFFERED"], "chat": ["BUFFERED"], "pinned": ["BUFFERED"], "own": ["BUFFERED"],
         "files": ["BUFFERED_PARTIAL"], "rest": [],
     }  # fmt: skip
-    assert [(code, pointer.rpartition("/")[2]) for code, pointer, hurts in check(dump, POLICIES) if hurts] == [
-        ("path-spelling", "merge_slashes")
-    ]
+    assert [
+        (code, pointer.rpartition("/")[2])
+        for code, pointer, hurts in check(dump, POLICIES)
+        if hurts
+    ] == [("path-spelling", "merge_slashes")]

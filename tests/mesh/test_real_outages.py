@@ -25,14 +25,23 @@ from tests.support.harness import Loopguard, Stack, eventually, write_policies
 from tests.support.meshes import BUILT, statuses
 from tests.support.servers import free_port, relay, server
 
-pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
+pytestmark = pytest.mark.skipif(
+    not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested"
+)
 
-VALUES = {"istio": istio_mesh.VALUES, "envoy-gateway": merged(gateway_mesh.VALUES, {"envoy": {"failureMode": "allow"}})}
-CLUSTERS = {"istio": f"{istio_mesh.CLUSTER};", "envoy-gateway": "envoyextensionpolicy/gateways/lg-loopguard/extproc/0"}
+VALUES = {
+    "istio": istio_mesh.VALUES,
+    "envoy-gateway": merged(gateway_mesh.VALUES, {"envoy": {"failureMode": "allow"}}),
+}
+CLUSTERS = {
+    "istio": f"{istio_mesh.CLUSTER};",
+    "envoy-gateway": "envoyextensionpolicy/gateways/lg-loopguard/extproc/0",
+}
 each_mesh = pytest.mark.parametrize("mesh", VALUES)
 LOOP = [200, 200, 429]
 CLIENTS = 4
-# Seconds until a pod gives up on a silent store; on a busy machine, too, a healthy one answers before.
+# Seconds until a pod gives up on a silent store; on a busy machine, too, a healthy one answers
+# before.
 UNREACHABLE = "1"
 
 
@@ -55,7 +64,10 @@ class Pods:
     cluster: str
 
     def await_health(self, pods: int) -> None:
-        eventually(lambda: self.made.envoy.stat(f"cluster.{self.cluster}.membership_healthy") == pods, f"{pods} healthy pods")
+        eventually(
+            lambda: self.made.envoy.stat(f"cluster.{self.cluster}.membership_healthy") == pods,
+            f"{pods} healthy pods",
+        )
 
 
 def stop(pods: Sequence[Loopguard]) -> None:
@@ -98,7 +110,9 @@ class Load:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Self:
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -107,7 +121,9 @@ class Load:
         number = 0
         while not self._stop.wait(0.02):
             number += 1
-            self.loops.append(statuses(self.made, f"/chat/{client}/{number}", self.times, body=b"same"))
+            self.loops.append(
+                statuses(self.made, f"/chat/{client}/{number}", self.times, body=b"same")
+            )
 
     def go_on(self, loops: int = 20) -> None:
         wanted = len(self.loops) + loops
@@ -140,7 +156,9 @@ def test_rolling_restart_loses_no_request(mesh: str) -> None:
         assert [loop for loop in load.loops if loop != LOOP] == []
         assert len(load.loops) >= 100
         assert count_missed(made) == 0
-        assert sum(seen.target.startswith("/chat/") for seen in made.upstream.seen) == 2 + 2 * len(load.loops)
+        assert sum(seen.target.startswith("/chat/") for seen in made.upstream.seen) == 2 + 2 * len(
+            load.loops
+        )
         assert all(pod.metric("requests_total") > 0 for pod in running.pods)
         assert statuses(made, "/chat/before", 1, body=b"same") == [429]
 
@@ -179,7 +197,10 @@ def test_pods_count_locally_without_the_store(mesh: str, cut: list[int]) -> None
             for number in cut:
                 running.ways[number].clear()
             for number in cut:
-                eventually(lambda: running.pods[number].metric("store_up") == 0, "a pod that knows it")  # noqa: B023
+                eventually(
+                    lambda: running.pods[number].metric("store_up") == 0,  # noqa: B023
+                    "a pod that knows it",
+                )
             load.go_on()
             told = [running.pods[number].get("/readyz") for number in cut]
             for number in cut:
@@ -189,7 +210,9 @@ def test_pods_count_locally_without_the_store(mesh: str, cut: list[int]) -> None
             load.go_on()
 
         assert {status for loop in load.loops for status in loop} == {200, 429}
-        assert [loop for loop in load.loops if loop[:2] != [200, 200] or loop.count(200) > most] == []
+        assert [
+            loop for loop in load.loops if loop[:2] != [200, 200] or loop.count(200) > most
+        ] == []
         assert count_missed(made) == 0
         assert [status for status, _ in told] == [200] * len(cut)
         assert all(f"unavailable: no answer within {UNREACHABLE} s" in page for _, page in told)

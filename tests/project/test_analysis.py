@@ -24,10 +24,14 @@ MADE = objects(VALUES)
 TEMPLATE = one(MADE, "ClusterAnalysisTemplate", f"{NAMESPACE}-{NAME}")["spec"]
 ARGUMENTS = {argument["name"]: argument["value"] for argument in TEMPLATE["args"]}
 METRICS = {metric["name"]: metric for metric in TEMPLATE["metrics"]}
-FLAGGER = {item["metadata"]["name"].removeprefix(f"{NAME}-"): item["spec"] for item in of_kind(MADE, "MetricTemplate")}
+FLAGGER = {
+    item["metadata"]["name"].removeprefix(f"{NAME}-"): item["spec"]
+    for item in of_kind(MADE, "MetricTemplate")
+}
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus): what queries answer is NOT tested"
+    shutil.which("promtool") is None,
+    reason="promtool is not installed (Debian: prometheus): what queries answer is NOT tested",
 )
 each_metric = pytest.mark.parametrize("name", METRICS)
 
@@ -49,7 +53,8 @@ def judge(name: str, result: list[float]) -> str:
     holds = {}
     for condition in ("failureCondition", "successCondition"):
         text = filled(METRICS[name][condition]).replace("&&", "and")
-        holds[condition] = eval(text, {"__builtins__": {}}, names)  # noqa: S307  # the chart's own, in words that Python shares
+        # The chart's own, in words that Python shares
+        holds[condition] = eval(text, {"__builtins__": {}}, names)  # noqa: S307
     if holds["failureCondition"]:
         return "failed"
     return "successful" if holds["successCondition"] else "inconclusive"
@@ -64,9 +69,9 @@ def test_queries_use_existing_metrics_and_labels(name: str) -> None:
 
 
 def test_flagger_and_argo_rollouts_query_alike() -> None:
-    assert {name: spec["query"].replace("{{ interval }}", "10m") for name, spec in FLAGGER.items()} == {
-        name: query_of(name) for name in METRICS
-    }
+    assert {
+        name: spec["query"].replace("{{ interval }}", "10m") for name, spec in FLAGGER.items()
+    } == {name: query_of(name) for name in METRICS}
 
 
 def test_analysis_without_traffic_is_inconclusive() -> None:
@@ -78,7 +83,12 @@ def test_analysis_without_traffic_is_inconclusive() -> None:
 
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
-    [("new-refusals", 0.001, 0.0011), ("disagreement", 0.05, 0.06), ("fail-open", 0, 0.1), ("decision-p99", 0.05, 0.25)],
+    [
+        ("new-refusals", 0.001, 0.0011),
+        ("disagreement", 0.05, 0.06),
+        ("fail-open", 0, 0.1),
+        ("decision-p99", 0.05, 0.25),
+    ],
 )
 def test_value_at_limit_succeeds(name: str, good: float, bad: float) -> None:
     assert (judge(name, [good]), judge(name, [bad])) == ("successful", "failed")
@@ -103,7 +113,10 @@ QUIET = {
         f'canary_requests_total{{{PAIR},verdict="{verdict}"}}': "0x30"
         for verdict in ("both", "only_live", "only_candidate", "neither")
     },
-    **{f'canary_refusals_total{{{PAIR},refusal="{refusal}"}}': "0x30" for refusal in ("extra", "already", "missed")},
+    **{
+        f'canary_refusals_total{{{PAIR},refusal="{refusal}"}}': "0x30"
+        for refusal in ("extra", "already", "missed")
+    },
     f"canary_refused_total{{{PAIR}}}": "0x30",
     'fail_open_total{reason="internal_error"}': "0x30",
     "decision_seconds_count": "0x30",
@@ -125,11 +138,25 @@ CASES = {
     "nothing is there": Case({}, {}),
     "no traffic": Case(QUIET, {}),
     "a canary on live traffic": Case(
-        BUSY, {"requests": 1000, "new-refusals": 0.0125, "disagreement": 0.02, "fail-open": 0.05, "decision-p99": 0.0495}
+        BUSY,
+        {
+            "requests": 1000,
+            "new-refusals": 0.0125,
+            "disagreement": 0.02,
+            "fail-open": 0.05,
+            "decision-p99": 0.0495,
+        },
     ),
-    "too few requests": Case(QUIET | {f'canary_requests_total{{{PAIR},verdict="neither"}}': "0+9x30"}, {"requests": 90}),
+    "too few requests": Case(
+        QUIET | {f'canary_requests_total{{{PAIR},verdict="neither"}}': "0+9x30"}, {"requests": 90}
+    ),
     "another canary's": Case(
-        {name.replace("strict", "other"): values for name, values in BUSY.items() if "canary" in name}, {}
+        {
+            name.replace("strict", "other"): values
+            for name, values in BUSY.items()
+            if "canary" in name
+        },
+        {},
     ),
 }
 
@@ -142,8 +169,12 @@ def test_prometheus_evaluates_queries(case: Case, tmp_path: Path) -> None:
         {
             "expr": f"round({query_of(name)}, 0.0001)",  # increase() extrapolates
             "eval_time": "20m",
-            "exp_samples": [{"labels": "{}", "value": case.answers[name]}] if name in case.answers else [],
+            "exp_samples": [{"labels": "{}", "value": case.answers[name]}]
+            if name in case.answers
+            else [],
         }
         for name in METRICS
     ]
-    run_promtool({"tests": [{"interval": "1m", "input_series": given, "promql_expr_test": asked}]}, tmp_path)
+    run_promtool(
+        {"tests": [{"interval": "1m", "input_series": given, "promql_expr_test": asked}]}, tmp_path
+    )

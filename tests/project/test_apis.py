@@ -15,16 +15,58 @@ NAMES = ("openai", "anthropic", "gemini", "bedrock", "ollama", "vertex", "azure"
 UNNAMED = {"grpc", "json_rpc", "responses"}
 # In bodies, answers and paths, in addition to what the APIs declare.
 FIELDS = (
-    *("jsonrpc", "json-rpc", "tools/call", "message/send", '"isError"', "function_call", "functionCall", "functionResponse"),
-    *("tool_choice", "toolChoice", "parallel_tool", "tool_use", "toolUse", "tool_result", "toolResult"),
-    *("functionDeclarations", "function_declarations", "toolConfig", "tool_config", "input_schema", "inputSchema"),
-    *("previous_response", "stream_options", "generateContent", "usageMetadata", "prompt_tokens", "completion_tokens"),
-    *("promptTokenCount", "inputTokens", "eval_count", "additional_tools", "/deployments/", "/model/", "/models/"),
+    *(
+        "jsonrpc",
+        "json-rpc",
+        "tools/call",
+        "message/send",
+        '"isError"',
+        "function_call",
+        "functionCall",
+        "functionResponse",
+    ),
+    *(
+        "tool_choice",
+        "toolChoice",
+        "parallel_tool",
+        "tool_use",
+        "toolUse",
+        "tool_result",
+        "toolResult",
+    ),
+    *(
+        "functionDeclarations",
+        "function_declarations",
+        "toolConfig",
+        "tool_config",
+        "input_schema",
+        "inputSchema",
+    ),
+    *(
+        "previous_response",
+        "stream_options",
+        "generateContent",
+        "usageMetadata",
+        "prompt_tokens",
+        "completion_tokens",
+    ),
+    *(
+        "promptTokenCount",
+        "inputTokens",
+        "eval_count",
+        "additional_tools",
+        "/deployments/",
+        "/model/",
+        "/models/",
+    ),
 )
 
 # Words that mean something else here.
 ALLOWED = {
-    ("detectors/actions.py", "function_call"): "a key by which models write an action into a text, whatever the API",
+    (
+        "detectors/actions.py",
+        "function_call",
+    ): "a key by which models write an action into a text, whatever the API",
     ("cli/commands/explain.py", "/v1/messages"): "a path in an example",
     ("cli/commands/explain.py", "/chat/completions"): "a path in an example",
     ("cli/commands/explain.py", "/completions"): "a path in an example",
@@ -35,7 +77,10 @@ ALLOWED = {
     ("cli/scan/claude_code.py", "tool_use"): "in a key of its printed streams",
     **dict.fromkeys(
         [
-            *[(f"cli/scan/{name}.py", "gemini") for name in ("files", "formats", "gemini_cli", "lines")],
+            *[
+                (f"cli/scan/{name}.py", "gemini")
+                for name in ("files", "formats", "gemini_cli", "lines")
+            ],
             ("cli/commands/scan.py", "gemini"),
         ],
         "the name of a program, Gemini CLI",
@@ -55,7 +100,10 @@ ALLOWED = {
         ],
         "in keys and reasons of the bundle format",
     ),
-    ("cli/envoy_config/templates/bootstrap.yaml", "/responses"): "a comment that says which WebSockets are refused",
+    (
+        "cli/envoy_config/templates/bootstrap.yaml",
+        "/responses",
+    ): "a comment that says which WebSockets are refused",
 }
 
 
@@ -65,12 +113,18 @@ def list_words() -> list[str]:
         secrets = {key.partition(":")[2] for key in api.credentials} - {"authorization"}
         declared += [*api.headers, *secrets, *api.streamed_documents, *api.blocks, *api.locators]
         declared += [path.removesuffix(r"\Z") for path in api.paths]
-    peculiar = [word for word in declared if re.fullmatch(r".*([-_/:]|[a-z][A-Z]).*", word)]  # others are words of English
+    peculiar = [
+        word for word in declared if re.fullmatch(r".*([-_/:]|[a-z][A-Z]).*", word)
+    ]  # others are words of English
     return sorted({*NAMES, *FIELDS, *peculiar})
 
 
 def test_every_api_is_listed() -> None:
-    files = {file.stem for file in (PACKAGE / "apis").glob("*.py") if re.search(r"^API\b.*=", file.read_text(), re.MULTILINE)}
+    files = {
+        file.stem
+        for file in (PACKAGE / "apis").glob("*.py")
+        if re.search(r"^API\b.*=", file.read_text(), re.MULTILINE)
+    }
 
     assert files - UNNAMED <= {*NAMES}
 
@@ -82,11 +136,19 @@ def find_words(text: str, words: list[str]) -> Iterator[str]:
 
 def list_files() -> list[Path]:
     away = (PACKAGE / "apis", PACKAGE / "pb", PACKAGE / "policy" / "presets")
-    files = [file for file in sorted(PACKAGE.rglob("*")) if file.suffix in {".py", ".json", ".yaml", ".html", ".lua"}]
+    files = [
+        file
+        for file in sorted(PACKAGE.rglob("*"))
+        if file.suffix in {".py", ".json", ".yaml", ".html", ".lua"}
+    ]
     return [file for file in files if not any(file.is_relative_to(folder) for folder in away)]
 
 
 def test_api_words_stay_in_apis() -> None:
     words = list_words()
-    found = {(str(file.relative_to(PACKAGE)), word) for file in list_files() for word in find_words(file.read_text(), words)}
+    found = {
+        (str(file.relative_to(PACKAGE)), word)
+        for file in list_files()
+        for word in find_words(file.read_text(), words)
+    }
     assert found == ALLOWED.keys()

@@ -25,7 +25,14 @@ from tests.support.image import compile_only, needs_a_compiler, send_context
 pytestmark = pytest.mark.deep
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HOT = ("ext_proc/stream", "engine/engine", "request/fingerprint", "store/memory", "store/rules/windows", "transport/http2")
+HOT = (
+    "ext_proc/stream",
+    "engine/engine",
+    "request/fingerprint",
+    "store/memory",
+    "store/rules/windows",
+    "transport/http2",
+)
 
 
 def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple[list[str], str]:
@@ -53,7 +60,10 @@ def test_modules_are_compiled_unless_marked_interpreted(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
-    assert select_modules(tmp_path) == [f"{tmp_path.name}/room/hot.py", f"{tmp_path.name}/room/unsure.py"]
+    assert select_modules(tmp_path) == [
+        f"{tmp_path.name}/room/hot.py",
+        f"{tmp_path.name}/room/unsure.py",
+    ]
 
 
 def test_hot_path_is_compiled() -> None:
@@ -71,11 +81,17 @@ def test_no_compiled_module_relies_on_lazy_expressions() -> None:
         for node in ast.walk(ast.parse((ROOT / module).read_text())):
             if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
                 given = [node.value]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in in_part:
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in in_part
+            ):
                 given = [*node.args]
             else:
                 continue
-            found += [(module, node.lineno) for value in given if isinstance(value, ast.GeneratorExp)]
+            found += [
+                (module, node.lineno) for value in given if isinstance(value, ast.GeneratorExp)
+            ]
 
     assert found == []
 
@@ -83,7 +99,12 @@ def test_no_compiled_module_relies_on_lazy_expressions() -> None:
 def test_doors_are_tested_compiled() -> None:
     """A test module that starts Loopguard, a transport or a server is among the doors, or has the mark."""
     opens = re.compile(
-        r"^from (tests\.support\.servers|extproc\.transport\b.*|tests\.support\.harness) import (.*)$", re.MULTILINE
+        (
+            r"^from (tests\.support\.servers|extproc\.transport\b.*|tests\.support\.harness) "
+            r"import "
+            r"(.*)$"
+        ),
+        re.MULTILINE,
     )
     found = {
         file
@@ -95,7 +116,8 @@ def test_doors_are_tested_compiled() -> None:
     assert [
         file
         for file in found
-        if "compiled" not in find_builds(file) and "\npytestmark = pytest.mark.compiled" not in file.read_text()
+        if "compiled" not in find_builds(file)
+        and "\npytestmark = pytest.mark.compiled" not in file.read_text()
     ] == []
 
 
@@ -110,7 +132,9 @@ def test_compiling_without_compiler_fails(tmp_path: Path, compiler: str) -> None
     wheels, said = build_wheel(tmp_path, LOOPGUARD_COMPILED="1", CC=compiler)
 
     assert wheels == []
-    assert re.search(f"no C compiler works here, or Python's headers are missing: .*{compiler}", said)
+    assert re.search(
+        f"no C compiler works here, or Python's headers are missing: .*{compiler}", said
+    )
     assert "Without LOOPGUARD_COMPILED=1, it is plain Python." in said
 
 
@@ -118,7 +142,8 @@ def test_compiling_without_compiler_fails(tmp_path: Path, compiler: str) -> None
 def test_unknown_compiler_flags_are_dropped(tmp_path: Path) -> None:
     strict = tmp_path / "strict-cc"
     strict.write_text(
-        '#!/bin/sh\ncase " $* " in *" -fpeephole2 "*) echo "error: unknown argument" >&2; exit 1;; esac\n'
+        '#!/bin/sh\ncase " $* " in *" -fpeephole2 "*) echo "error: unknown argument" >&2; exit '
+        "1;; esac\n"
         f'exec {shutil.which("cc")} "$@"\n'
     )
     strict.chmod(0o755)

@@ -21,7 +21,9 @@ from tests.support.promql import Reading, run_promtool, series, write_series
 CHART = ROOT / "helm" / "loopguard"
 DASHBOARD: dict[str, Any] = json.loads((CHART / "dashboards" / "loopguard.json").read_text())
 RULES_FILE = CHART / "alerts" / "loopguard.rules.yaml"
-RULES: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES_FILE.read_text())["groups"] for rule in group["rules"]]
+RULES: list[dict[str, Any]] = [
+    rule for group in yaml.safe_load(RULES_FILE.read_text())["groups"] for rule in group["rules"]
+]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -29,7 +31,8 @@ VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"][
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus): when alerts go off is NOT tested"
+    shutil.which("promtool") is None,
+    reason="promtool is not installed (Debian: prometheus): when alerts go off is NOT tested",
 )
 
 
@@ -75,7 +78,9 @@ def test_dashboard_names_no_data_source() -> None:
     assert VARIABLES["datasource"]["type"] == "datasource"
     for name in ("namespace", "job", "policy"):
         assert VARIABLES[name]["datasource"] == SOURCE
-        assert VARIABLES[name]["allValue"] == ".*"  # a Prometheus outside of Kubernetes knows no namespace
+        assert (
+            VARIABLES[name]["allValue"] == ".*"
+        )  # a Prometheus outside of Kubernetes knows no namespace
 
 
 @pytest.mark.parametrize("name", ["namespace", "job", "policy"])
@@ -125,7 +130,9 @@ def test_alerts_have_severity_delay_and_action(name: str) -> None:
 
 
 def test_rules_use_existing_metrics_and_labels() -> None:
-    assert {rule["expr"]: read(rule["expr"]).problems for rule in RULES} == {rule["expr"]: [] for rule in RULES}
+    assert {rule["expr"]: read(rule["expr"]).problems for rule in RULES} == {
+        rule["expr"]: [] for rule in RULES
+    }
 
 
 class Case(NamedTuple):
@@ -146,10 +153,14 @@ CASES = {
     ),
     "a canary was turned off": Case("Gone", 40, 0, {'policy_info{job="loopguard-canary"}': "1x20"}),
     "requests have stopped": Case("Unasked", 90, 1, {"decision_seconds_count": "0+60x60 3600x60"}),
-    "no requests for ten minutes": Case("Unasked", 70, 0, {"decision_seconds_count": "0+60x60 3600x60"}),
+    "no requests for ten minutes": Case(
+        "Unasked", 70, 0, {"decision_seconds_count": "0+60x60 3600x60"}
+    ),
     "no requests ever": Case("Unasked", 90, 0, {"decision_seconds_count": "0x120"}),
     "hardly any requests ever": Case("Unasked", 90, 0, {"decision_seconds_count": "0x30 1x90"}),
-    "no requests for hours": Case("Unasked", 180, 0, {"decision_seconds_count": "0+60x60 3600x120"}),
+    "no requests for hours": Case(
+        "Unasked", 180, 0, {"decision_seconds_count": "0+60x60 3600x120"}
+    ),
     "a route names a policy that is not there": Case(
         "HandoverErrors", 13, 1, {'handover_errors_total{reason="unknown_policy"}': "0x10 1x30"}
     ),
@@ -166,52 +177,94 @@ CASES = {
         "NotGuarding",
         20,
         1,
-        {"overload_total": "0x30", 'fail_open_total{reason="internal_error"}': "0+6x30", "decision_seconds_count": "0x30"},
+        {
+            "overload_total": "0x30",
+            'fail_open_total{reason="internal_error"}': "0+6x30",
+            "decision_seconds_count": "0x30",
+        },
     ),
     "the store's errors are decided locally": Case(
         "NotGuarding",
         20,
         0,
-        {"overload_total": "0x30", 'fail_open_total{reason="store_error"}': "0+60x30", "decision_seconds_count": "0+60x30"},
+        {
+            "overload_total": "0x30",
+            'fail_open_total{reason="store_error"}': "0+60x30",
+            "decision_seconds_count": "0+60x30",
+        },
     ),
-    "the first internal error of all": Case("FailOpen", 13, 1, {'fail_open_total{reason="internal_error"}': "_x10 1x30"}),
-    "an internal error a while ago": Case("FailOpen", 30, 0, {'fail_open_total{reason="internal_error"}': "_x10 1x30"}),
-    "one more internal error": Case("FailOpen", 13, 1, {'fail_open_total{reason="internal_error"}': "7x10 8x30"}),
+    "the first internal error of all": Case(
+        "FailOpen", 13, 1, {'fail_open_total{reason="internal_error"}': "_x10 1x30"}
+    ),
+    "an internal error a while ago": Case(
+        "FailOpen", 30, 0, {'fail_open_total{reason="internal_error"}': "_x10 1x30"}
+    ),
+    "one more internal error": Case(
+        "FailOpen", 13, 1, {'fail_open_total{reason="internal_error"}': "7x10 8x30"}
+    ),
     "one overloaded stream": Case("FailOpen", 13, 1, {"overload_total": "0x10 1x30"}),
     "no overload at all": Case("FailOpen", 13, 0, {"overload_total": "0x40"}),
-    "a store error is no failing open": Case("FailOpen", 13, 0, {'fail_open_total{reason="store_error"}': "_x10 1x30"}),
+    "a store error is no failing open": Case(
+        "FailOpen", 13, 0, {'fail_open_total{reason="store_error"}': "_x10 1x30"}
+    ),
     "an idle replica probes its store": Case(
         "StoreDown", 10, 1, {'store_errors_total{instance="a",kind="connection"}': "0+30x20"}
     ),
     "every request fails at the store": Case(
-        "StoreDown", 10, 1, {f'store_errors_total{{instance="{i}",kind="unavailable"}}': "0+600x20" for i in "ab"}
+        "StoreDown",
+        10,
+        1,
+        {f'store_errors_total{{instance="{i}",kind="unavailable"}}': "0+600x20" for i in "ab"},
     ),
-    "a hiccup of the store": Case("StoreDown", 7, 0, {'store_errors_total{instance="a",kind="timeout"}': "0x5 9x20"}),
-    "the store is back": Case("StoreDown", 20, 0, {'store_errors_total{instance="a",kind="connection"}': "0+30x10 300x20"}),
-    "the files are refused from the start": Case("PolicyReloadRefused", 15, 1, {"policy_reload_refused": "1x30"}),
-    "the files are never mended": Case("PolicyReloadRefused", 900, 1, {"policy_reload_refused": "0x10 1x990"}),
-    "the files are mended": Case("PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x10 0x30"}),
+    "a hiccup of the store": Case(
+        "StoreDown", 7, 0, {'store_errors_total{instance="a",kind="timeout"}': "0x5 9x20"}
+    ),
+    "the store is back": Case(
+        "StoreDown", 20, 0, {'store_errors_total{instance="a",kind="connection"}': "0+30x10 300x20"}
+    ),
+    "the files are refused from the start": Case(
+        "PolicyReloadRefused", 15, 1, {"policy_reload_refused": "1x30"}
+    ),
+    "the files are never mended": Case(
+        "PolicyReloadRefused", 900, 1, {"policy_reload_refused": "0x10 1x990"}
+    ),
+    "the files are mended": Case(
+        "PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x10 0x30"}
+    ),
     "one of two replicas is not mended": Case(
         "PolicyReloadRefused",
         30,
         1,
-        {'policy_reload_refused{instance="a"}': "0x10 1x30", 'policy_reload_refused{instance="b"}': "0x10 1x10 0x30"},
+        {
+            'policy_reload_refused{instance="a"}': "0x10 1x30",
+            'policy_reload_refused{instance="b"}': "0x10 1x10 0x30",
+        },
     ),
-    "the replica that refused is gone": Case("PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x5 stale"}),
+    "the replica that refused is gone": Case(
+        "PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x5 stale"}
+    ),
     "one looper with nine requests in ten seconds": Case("LoopSurge", 20, 1, {ENFORCED: "0+54x30"}),
     "one looper whose model takes its time": Case("LoopSurge", 20, 1, {ENFORCED: "0+4x30"}),
     "one looper under a shadow policy": Case(
-        "LoopSurge", 20, 1, {'loops_detected_total{policy="p",mode="shadow",action="steer"}': "0+54x30"}
+        "LoopSurge",
+        20,
+        1,
+        {'loops_detected_total{policy="p",mode="shadow",action="steer"}': "0+54x30"},
     ),
     "a loop that was stopped at once": Case("LoopSurge", 20, 0, {ENFORCED: "0x5 3x30"}),
     "two loops a minute": Case("LoopSurge", 20, 0, {ENFORCED: "0+2x30"}),
     "two loops a second as yesterday": Case("LoopSurge", 1600, 0, {ENFORCED: "0+120x1600"}),
-    "twenty times what yesterday had": Case("LoopSurge", 1540, 1, {ENFORCED: "0+6x1500 9000+120x60"}),
+    "twenty times what yesterday had": Case(
+        "LoopSurge", 1540, 1, {ENFORCED: "0+6x1500 9000+120x60"}
+    ),
     "a policy that counts nothing": Case(
         "MostlyUncounted", 40, 1, {'uncounted_total{policy="p",reason="no_body_phase"}': "0+6x60"}
     ),
     "a policy whose limit keys most do not have": Case(
-        "MostlyUncounted", 40, 1, {'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60"}
+        "MostlyUncounted",
+        40,
+        1,
+        {'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60"},
     ),
     "a policy for which a third has no limit key": Case(
         "MostlyUncounted",
@@ -262,8 +315,12 @@ CASES = {
     "the first failure of a shadow policy": Case(
         "ShadowFailing", 13, 1, {'fail_open_total{reason="shadow_error"}': "_x10 1x60"}
     ),
-    "a shadow policy failed an hour ago": Case("ShadowFailing", 70, 0, {'fail_open_total{reason="shadow_error"}': "_x10 1x90"}),
-    "a store that fails keeps what was taken from budgets": Case("BudgetsLost", 20, 1, {"budget_lost_total": "0+3x30"}),
+    "a shadow policy failed an hour ago": Case(
+        "ShadowFailing", 70, 0, {'fail_open_total{reason="shadow_error"}': "_x10 1x90"}
+    ),
+    "a store that fails keeps what was taken from budgets": Case(
+        "BudgetsLost", 20, 1, {"budget_lost_total": "0+3x30"}
+    ),
     "a few takes were lost": Case("BudgetsLost", 20, 0, {"budget_lost_total": "0x5 4x30"}),
     "a bundle has expired": Case("PolicyExpired", 20, 1, {"policy_expired": "0x10 1x20"}),
     "no bundle has expired": Case("PolicyExpired", 20, 0, {"policy_expired": "0x30"}),
@@ -278,7 +335,9 @@ def test_alert_cases_cover_firing_and_silence() -> None:
 
 @needs_promtool
 def test_promtool_accepts_rules() -> None:
-    done = subprocess.run(["promtool", "check", "rules", RULES_FILE], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["promtool", "check", "rules", RULES_FILE], capture_output=True, text=True, check=False
+    )
 
     assert done.returncode == 0, done.stderr
 

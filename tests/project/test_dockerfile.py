@@ -45,8 +45,11 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def image() -> Iterator[Image]:
     user = next(rest for keyword, rest in instructions() if keyword == "USER")
     if not find_compiler(base_python(user)):
-        pytest.skip("no C compiler for the Python that stands for the image's: the image is NOT tested")
-    # pytest's own folders are for one user only, and a long path would not fit into a script's first line.
+        pytest.skip(
+            "no C compiler for the Python that stands for the image's: the image is NOT tested"
+        )
+    # pytest's own folders are for one user only, and a long path would not fit into a script's
+    # first line.
     with tempfile.TemporaryDirectory(prefix="lg") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -88,7 +91,14 @@ def test_dockerignore_sends_sources_only() -> None:
         "README.md",
         "image.lock.txt",
     ]
-    unwanted = [".env", ".git/config", ".venv/bin/python", "extproc/pb/old.py", "extproc/store/__pycache__/x.pyc", "tests/x.py"]
+    unwanted = [
+        ".env",
+        ".git/config",
+        ".venv/bin/python",
+        "extproc/pb/old.py",
+        "extproc/store/__pycache__/x.pyc",
+        "tests/x.py",
+    ]
 
     assert [path for path in (*wanted, *unwanted) if not left_out(path, ignore_rules())] == wanted
 
@@ -98,22 +108,34 @@ def pins() -> dict[str, str]:
 
 
 def test_pins_satisfy_project() -> None:
-    asked = map(Requirement, PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"] + COMPILERS)
+    asked = map(
+        Requirement,
+        PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"] + COMPILERS,
+    )
 
     pinned = pins()
-    wrong = [str(need) for need in asked if not need.specifier.contains(pinned.get(canonicalize_name(need.name), "0"))]
+    wrong = [
+        str(need)
+        for need in asked
+        if not need.specifier.contains(pinned.get(canonicalize_name(need.name), "0"))
+    ]
 
     assert wrong == [], "make image.lock.txt anew, with the command at its top"
 
 
 def requirements(text: str = PINS.read_text()) -> dict[str, set[str]]:
     lines = re.sub(r"#.*", "", text).replace("\\\n", " ").split("\n")
-    return {pin: set(hashes) for pin, *hashes in (re.split(r" +--hash=", line.strip()) for line in lines if line.strip())}
+    return {
+        pin: set(hashes)
+        for pin, *hashes in (re.split(r" +--hash=", line.strip()) for line in lines if line.strip())
+    }
 
 
 def test_pins_have_hashes() -> None:
     for pin, hashes in requirements().items():
-        assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+( ; python_(full_)?version < ['\"][0-9.]+['\"])?", pin), pin
+        assert re.fullmatch(
+            r"[a-z0-9-]+==[0-9.]+( ; python_(full_)?version < ['\"][0-9.]+['\"])?", pin
+        ), pin
         assert hashes, pin
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", value) for value in hashes), pin
 
@@ -136,10 +158,28 @@ def test_pins_have_wheels_for_image(machine: str) -> None:
     if not uv.exists():
         pytest.skip("uv is not installed: whether each pin has a wheel for the image is NOT tested")
     python = images()["BUILD_IMAGE"].removeprefix("python:")
-    flags = ["--generate-hashes", "--no-header", "--no-annotate", "--only-binary", ":all:", "--no-cache", "--quiet"]
+    flags = [
+        "--generate-hashes",
+        "--no-header",
+        "--no-annotate",
+        "--only-binary",
+        ":all:",
+        "--no-cache",
+        "--quiet",
+    ]
 
     done = subprocess.run(
-        [uv, "pip", "compile", "-", *flags, "--python-version", python, "--python-platform", f"{machine}-manylinux_2_28"],
+        [
+            uv,
+            "pip",
+            "compile",
+            "-",
+            *flags,
+            "--python-version",
+            python,
+            "--python-platform",
+            f"{machine}-manylinux_2_28",
+        ],
         input="".join(f"{requirement}\n" for requirement in requirements()),
         env={**os.environ, "UV_DEFAULT_INDEX": find_index()},
         capture_output=True,
@@ -155,13 +195,17 @@ def test_pins_have_wheels_for_image(machine: str) -> None:
 
 
 def find_index() -> str:
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
     return next(iter(re.findall(r"\.index-url='(.*)'$", listed, re.MULTILINE)[::-1]), "")
 
 
 def test_image_has_pinned_packages_and_no_build_tools(image: Image) -> None:
     found = {
-        path.name.partition("-")[0].replace("_", "-"): path.name.removesuffix(".dist-info").partition("-")[2]
+        path.name.partition("-")[0].replace("_", "-"): path.name.removesuffix(
+            ".dist-info"
+        ).partition("-")[2]
         for path in image.root.rglob("*.dist-info")
     }
 
@@ -169,12 +213,16 @@ def test_image_has_pinned_packages_and_no_build_tools(image: Image) -> None:
     assert found.items() <= pins().items()
     assert {"uvloop", "pydantic", "grpcio", "genai-prices"} <= found.keys()
     assert not {"pip", "setuptools", "hatchling", "grpcio-tools", "mypy", "librt"} & found.keys()
-    assert not [path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}]
+    assert not [
+        path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}
+    ]
 
 
 def test_image_is_compiled(image: Image) -> None:
     module = COMPILED.removesuffix(".py").replace("/", ".")
-    code, file = Container(image).run(["python", "-c", f"import {module}; print({module}.__file__)"])
+    code, file = Container(image).run(
+        ["python", "-c", f"import {module}; print({module}.__file__)"]
+    )
 
     assert (code, Path(file).suffix) == (0, ".so")
 
@@ -210,6 +258,9 @@ def test_container_serves_and_stops(image: Image) -> None:
     assert before[0] == 1
     assert healthy == (0, "serving")
     if not AS_ROOT:
-        pytest.skip("not root, so the image ran as the user of the tests and not as its own: that part is NOT tested")
+        pytest.skip(
+            "not root, so the image ran as the user of the tests and not as its own: that part is "
+            "NOT tested"
+        )
     for kind, number in zip(("Uid", "Gid"), image.user.split(":"), strict=True):
         assert re.search(rf"^{kind}:(\t{number}){{4}}$", status, re.MULTILINE), status

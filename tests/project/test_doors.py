@@ -4,14 +4,24 @@ import ast
 
 import pytest
 
-from tests.support.inside import IMPORTED, count_private, find_imported, find_test_imports, read_tests
+from tests.support.inside import (
+    IMPORTED,
+    count_private,
+    find_imported,
+    find_test_imports,
+    read_tests,
+)
 
 FILES = read_tests()
 
 
 def test_tests_import_only_listed_modules() -> None:
     found = set().union(*map(find_imported, FILES.values()))
-    listed = {f"{room}/{name}" if room else name for room, names in IMPORTED.items() for name in names.split()}
+    listed = {
+        f"{room}/{name}" if room else name
+        for room, names in IMPORTED.items()
+        for name in names.split()
+    }
 
     assert (sorted(found - listed), sorted(listed - found)) == ([], [])
 
@@ -38,7 +48,13 @@ def test_no_module_imports_a_test_module() -> None:
         ("from tests.support.messages import body", 0, set(), []),
     ],
 )
-def test_count_private_finds_imports_and_patches(source: str, private: int, imported: set[str], shared: list[str]) -> None:
+def test_count_private_finds_imports_and_patches(
+    source: str, private: int, imported: set[str], shared: list[str]
+) -> None:
     tree = ast.parse(source)
 
-    assert (count_private(tree), find_imported(tree), find_test_imports(tree)) == (private, imported, shared)
+    assert (count_private(tree), find_imported(tree), find_test_imports(tree)) == (
+        private,
+        imported,
+        shared,
+    )

@@ -63,7 +63,11 @@ def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
     if not isinstance(schema, dict):
         return schema
     made = {key: strict(item) for key, item in schema.items()}
-    return {"additionalProperties": False, **made} if "properties" in made and made.get("type") == "object" else made
+    return (
+        {"additionalProperties": False, **made}
+        if "properties" in made and made.get("type") == "object"
+        else made
+    )
 
 
 # It reads megabytes of schemas for each object.
@@ -81,8 +85,12 @@ def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
     from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule, ServiceMonitor
 
     models = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
-    schemas: dict[str, Any] = {model.__name__: model.model_json_schema() for model in models} | ENVOY_GATEWAY | ROLLOUTS
-    return {kind: jsonschema.Draft202012Validator(strict(schema)) for kind, schema in schemas.items()}
+    schemas: dict[str, Any] = (
+        {model.__name__: model.model_json_schema() for model in models} | ENVOY_GATEWAY | ROLLOUTS
+    )
+    return {
+        kind: jsonschema.Draft202012Validator(strict(schema)) for kind, schema in schemas.items()
+    }
 
 
 def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
@@ -95,7 +103,11 @@ def wrong_with(item: Object, kubernetes: str = KUBERNETES[-1]) -> str:
             kubernetes_validate.validate(item, kubernetes, strict=True)
         except kubernetes_validate.ValidationError as failure:
             error = failure
-    return f"{item['kind']} {'/'.join(map(str, error.absolute_path))}: {error.message}" if error else ""
+    return (
+        f"{item['kind']} {'/'.join(map(str, error.absolute_path))}: {error.message}"
+        if error
+        else ""
+    )
 
 
 # ---- Every case
@@ -121,7 +133,11 @@ def test_objects_match_schemas(values: Values, kubernetes: str) -> None:
 @each_case
 def test_object_names_are_unique_and_in_namespace(values: Values) -> None:
     made = objects(values)
-    elsewhere = {"EnvoyFilter": "istio", "EnvoyExtensionPolicy": "envoyGateway", "ClientTrafficPolicy": "envoyGateway"}
+    elsewhere = {
+        "EnvoyFilter": "istio",
+        "EnvoyExtensionPolicy": "envoyGateway",
+        "ClientTrafficPolicy": "envoyGateway",
+    }
 
     for item in made:
         mesh = values.get(elsewhere.get(item["kind"], ""), {})
@@ -136,14 +152,21 @@ def test_pod_starts_from_its_variables_and_files(values: Values, tmp_path: Path)
     for deployment in of_kind(made, "Deployment"):
         root = tmp_path / deployment["metadata"]["name"]
         fill(root, deployment, made)
-        given = {name: value.replace("/etc/loopguard", str(root)) for name, value in environment(deployment).items()}
+        given = {
+            name: value.replace("/etc/loopguard", str(root))
+            for name, value in environment(deployment).items()
+        }
 
         chosen = settings.read_settings({}, given)
         asyncio.run(assemble(chosen))
 
         assert check_first(deployment, root) == 0
         assert settings.find_unknown(given) == []
-        assert (chosen.listen.host, chosen.listen.port, chosen.admin.port) == ("0.0.0.0", 50051, 9900)  # noqa: S104  # a pod's
+        assert (chosen.listen.host, chosen.listen.port, chosen.admin.port) == (
+            "0.0.0.0",  # noqa: S104  # a pod's
+            50051,
+            9900,
+        )
 
 
 async def assemble(chosen: settings.Settings) -> None:
@@ -151,11 +174,15 @@ async def assemble(chosen: settings.Settings) -> None:
 
 
 def fill(root: Path, deployment: Object, made: list[Object]) -> None:
-    """Put below `root` what the kubelet would mount. ConfigMaps and Secrets that the chart does not make are stand-ins."""
+    """Put below `root` what the kubelet would mount.
+
+    ConfigMaps and Secrets that the chart does not make are stand-ins.
+    """
     spec = deployment["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     places = {
-        mount["name"]: root / Path(mount["mountPath"]).relative_to("/etc/loopguard") for mount in container["volumeMounts"]
+        mount["name"]: root / Path(mount["mountPath"]).relative_to("/etc/loopguard")
+        for mount in container["volumeMounts"]
     }
     maps = {item["metadata"]["name"]: item["data"] for item in of_kind(made, "ConfigMap")}
     for volume in spec["volumes"]:
@@ -163,10 +190,14 @@ def fill(root: Path, deployment: Object, made: list[Object]) -> None:
         place.mkdir(parents=True)
         if "configMap" in volume:
             name = volume["configMap"]["name"]
-            files = maps.get(name, {"own.json": json.dumps(policy(f"{name}-own", {"pathPrefix": f"/{name}"}))})
+            files = maps.get(
+                name, {"own.json": json.dumps(policy(f"{name}-own", {"pathPrefix": f"/{name}"}))}
+            )
         elif "projected" in volume:
             files = {
-                key: text for each in volume["projected"]["sources"] for key, text in maps[each["configMap"]["name"]].items()
+                key: text
+                for each in volume["projected"]["sources"]
+                for key, text in maps[each["configMap"]["name"]].items()
             }
         else:
             keys = {item["path"]: item["key"] for item in volume["secret"].get("items", ())}
@@ -195,7 +226,11 @@ def secret(name: str) -> dict[str, str]:
     authority = trustme.CA()
     client = authority.issue_cert("client")
     chain = b"".join(blob.bytes() for blob in client.cert_chain_pems)
-    parts = {"ca.crt": authority.cert_pem.bytes(), "tls.crt": chain, "tls.key": client.private_key_pem.bytes()}
+    parts = {
+        "ca.crt": authority.cert_pem.bytes(),
+        "tls.crt": chain,
+        "tls.key": client.private_key_pem.bytes(),
+    }
     return {key: part.decode() for key, part in parts.items()}
 
 
@@ -210,7 +245,9 @@ TEAMS: Values = {
 }
 
 
-def test_team_config_maps_are_mounted_with_namespaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_team_config_maps_are_mounted_with_namespaces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = objects(TEAMS)
     deployment = one(made, "Deployment")
     fill(tmp_path, deployment, made)
@@ -220,14 +257,20 @@ def test_team_config_maps_are_mounted_with_namespaces(tmp_path: Path, capsys: py
 
     assert given["LOOPGUARD_POLICY"].split(":") == [
         "/etc/loopguard/policies",
-        *(f"/etc/loopguard/teams/{name}" for name in ("shop-policies", "search.policies", "platform-policies")),
+        *(
+            f"/etc/loopguard/teams/{name}"
+            for name in ("shop-policies", "search.policies", "platform-policies")
+        ),
     ]
     assert given["LOOPGUARD_NAMESPACE_OF"].split(" ") == [
         "/etc/loopguard/teams/shop-policies=id:shop-,path:/shop-policies,path:/cart",
         "/etc/loopguard/teams/search.policies=host:search.example.com,route:search",
     ]
     assert code == 1
-    assert f"{tmp_path}/teams/search.policies/own.json: /spec/selector/hosts: must name only search.example.com" in told
+    assert (
+        f"{tmp_path}/teams/search.policies/own.json: /spec/selector/hosts: must name only "
+        "search.example.com"
+    ) in told
     assert "platform-policies" not in told
 
 
@@ -236,32 +279,53 @@ def test_team_config_maps_are_mounted_with_namespaces(tmp_path: Path, capsys: py
     [
         ({}, True, []),
         ({"policies": {"validateFirst": False}}, False, ["skip"]),
-        ({"policies": {"validateFirst": False}, "settings": {"onBadFile": "exit"}}, False, ["exit"]),
+        (
+            {"policies": {"validateFirst": False}, "settings": {"onBadFile": "exit"}},
+            False,
+            ["exit"],
+        ),
     ],
 )
-def test_init_container_is_optional(values: Values, checks: bool, on_bad_file: list[str]) -> None:  # a table's
+def test_init_container_is_optional(
+    values: Values, checks: bool, on_bad_file: list[str]
+) -> None:  # a table's
     spec = one(objects(values), "Deployment")["spec"]["template"]["spec"]
-    given = [each["value"] for each in spec["containers"][0]["env"] if each["name"] == "LOOPGUARD_ON_BAD_FILE"]
+    given = [
+        each["value"]
+        for each in spec["containers"][0]["env"]
+        if each["name"] == "LOOPGUARD_ON_BAD_FILE"
+    ]
 
     assert ("initContainers" in spec, given) == (checks, on_bad_file)
 
 
 def long_policy(number: int) -> Object:
-    return {**policy(f"p-{number:02}", {"pathPrefix": f"/{number}"}, limit_keys=["jwt:org"]), "x-note": "n" * 100_000}
+    return {
+        **policy(f"p-{number:02}", {"pathPrefix": f"/{number}"}, limit_keys=["jwt:org"]),
+        "x-note": "n" * 100_000,
+    }
 
 
 def test_large_bundle_is_split_into_config_maps(tmp_path: Path) -> None:
     switch = {"scope_key": "header:x", "scope_value": "y"}
     shadow = {"enabled": True}
     policies = [long_policy(number) for number in range(20)]
-    made = objects(with_policies(*policies, kill_switches=[switch], global_shadow=shadow, kill_switch_override=shadow))
+    made = objects(
+        with_policies(
+            *policies, kill_switches=[switch], global_shadow=shadow, kill_switch_override=shadow
+        )
+    )
     maps = [item for item in of_kind(made, "ConfigMap") if "policies" in item["metadata"]["name"]]
     fill(tmp_path, one(made, "Deployment"), made)
     loaded = load([str(tmp_path / "policies")], datetime.now(UTC))
 
-    assert [item["metadata"]["name"] for item in maps] == [f"{NAME}-policies-{number}-of-3" for number in (1, 2, 3)]
+    assert [item["metadata"]["name"] for item in maps] == [
+        f"{NAME}-policies-{number}-of-3" for number in (1, 2, 3)
+    ]
     assert max(len(text) for item in maps for text in item["data"].values()) <= 900_000
-    assert [each.id for source in loaded.sources for each in source.policies] == [each["id"] for each in policies]
+    assert [each.id for source in loaded.sources for each in source.policies] == [
+        each["id"] for each in policies
+    ]
     assert [source.shadow_until is not None for source in loaded.sources] == [True] * 3
     assert [len(source.kill_switches) for source in loaded.sources] == [1, 0, 0]
     assert loaded.sources[0].override_until is not None
@@ -291,8 +355,13 @@ def test_pods_are_restricted(values: Values) -> None:
 @each_case
 def test_selectors_match_one_deployment(values: Values) -> None:
     made = objects(values)
-    labels = {item["metadata"]["name"]: item["spec"]["template"]["metadata"]["labels"] for item in of_kind(made, "Deployment")}
-    labels |= {item["metadata"]["name"]: item["metadata"]["labels"] for item in of_kind(made, "Pod")}
+    labels = {
+        item["metadata"]["name"]: item["spec"]["template"]["metadata"]["labels"]
+        for item in of_kind(made, "Deployment")
+    }
+    labels |= {
+        item["metadata"]["name"]: item["metadata"]["labels"] for item in of_kind(made, "Pod")
+    }
 
     def selected(selector: dict[str, str]) -> list[str]:
         return [name for name, own in labels.items() if selector.items() <= own.items()]
@@ -301,14 +370,19 @@ def test_selectors_match_one_deployment(values: Values) -> None:
         assert selected(item["spec"]["selector"]["matchLabels"]) == [item["metadata"]["name"]]
     for item in of_kind(made, "Service"):
         assert selected(item["spec"]["selector"]) == [item["metadata"]["name"]]
-        (container,) = one(made, "Deployment", item["metadata"]["name"])["spec"]["template"]["spec"]["containers"]
+        (container,) = one(made, "Deployment", item["metadata"]["name"])["spec"]["template"][
+            "spec"
+        ]["containers"]
         numbers = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert numbers == {port["targetPort"]: port["port"] for port in item["spec"]["ports"]}
         assert "grpc-extproc" in numbers
     for item in of_kind(made, "PodDisruptionBudget"):
         assert selected(item["spec"]["selector"]["matchLabels"]) == [item["metadata"]["name"]]
     for item in of_kind(made, "HorizontalPodAutoscaler"):
-        assert "replicas" not in one(made, "Deployment", item["spec"]["scaleTargetRef"]["name"])["spec"]
+        assert (
+            "replicas"
+            not in one(made, "Deployment", item["spec"]["scaleTargetRef"]["name"])["spec"]
+        )
 
 
 @each_case
@@ -316,17 +390,27 @@ def test_monitors_scrape_each_target_once(values: Values) -> None:
     made = objects(values)
     for item in [*of_kind(made, "ServiceMonitor"), *of_kind(made, "PodMonitor")]:
         spec = item["spec"]
-        (endpoint,) = spec["endpoints"] if item["kind"] == "ServiceMonitor" else spec["podMetricsEndpoints"]
+        (endpoint,) = (
+            spec["endpoints"] if item["kind"] == "ServiceMonitor" else spec["podMetricsEndpoints"]
+        )
         wanted = spec["selector"]["matchLabels"].items()
         if item["kind"] == "ServiceMonitor":
-            targets = [(target["metadata"]["labels"], target["spec"]["ports"]) for target in of_kind(made, "Service")]
+            targets = [
+                (target["metadata"]["labels"], target["spec"]["ports"])
+                for target in of_kind(made, "Service")
+            ]
         else:
             templates = [target["spec"]["template"] for target in of_kind(made, "Deployment")]
-            targets = [(template["metadata"]["labels"], template["spec"]["containers"][0]["ports"]) for template in templates]
+            targets = [
+                (template["metadata"]["labels"], template["spec"]["containers"][0]["ports"])
+                for template in templates
+            ]
 
         jobs = [labels[spec["jobLabel"]] for labels, _ in targets if wanted <= labels.items()]
 
-        assert jobs == [deployment["metadata"]["name"] for deployment in of_kind(made, "Deployment")]
+        assert jobs == [
+            deployment["metadata"]["name"] for deployment in of_kind(made, "Deployment")
+        ]
         assert all(endpoint["port"] in [port["name"] for port in ports] for _, ports in targets)
 
 
@@ -343,7 +427,9 @@ def test_grace_period_covers_drain(values: Values) -> None:
         for probe in ("startupProbe", "readinessProbe"):  # the kubelet's gRPC probes speak no TLS
             over_http = {"path": "/readyz", "port": "http-admin"} if given.tls_cert else None
             assert container[probe].get("httpGet") == over_http
-            assert container[probe].get("grpc") == (None if given.tls_cert else {"port": given.listen.port})
+            assert container[probe].get("grpc") == (
+                None if given.tls_cert else {"port": given.listen.port}
+            )
         assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http-admin"}
 
 
@@ -358,7 +444,9 @@ def test_helm_test_checks_every_service(values: Values) -> None:
         if argument.startswith("--address=")
     ]
 
-    assert sorted(asked) == sorted(f"{item['metadata']['name']}:50051" for item in of_kind(made, "Service"))
+    assert sorted(asked) == sorted(
+        f"{item['metadata']['name']}:50051" for item in of_kind(made, "Service")
+    )
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     assert pod["spec"]["restartPolicy"] == "Never"
 
@@ -368,8 +456,14 @@ def test_notes_name_objects_of_release(values: Values) -> None:
     made = objects(values)
     notes = rendered(values)["loopguard/templates/NOTES.txt"]
 
-    assert f"kubectl -n {NAMESPACE} rollout status deployment/{of_kind(made, 'Deployment')[0]['metadata']['name']}" in notes
-    assert f"kubectl -n {NAMESPACE} port-forward service/{of_kind(made, 'Service')[0]['metadata']['name']} 9900" in notes
+    assert (
+        f"kubectl -n {NAMESPACE} rollout status "
+        f"deployment/{of_kind(made, 'Deployment')[0]['metadata']['name']}"
+    ) in notes
+    assert (
+        f"kubectl -n {NAMESPACE} port-forward "
+        f"service/{of_kind(made, 'Service')[0]['metadata']['name']} 9900"
+    ) in notes
     assert f"helm -n {NAMESPACE} test lg" in notes
     for item in of_kind(made, "Service"):
         assert f"{item['metadata']['name']}.{NAMESPACE}:50051" in notes
@@ -399,7 +493,11 @@ def test_defaults_need_no_custom_resources() -> None:
 @pytest.mark.parametrize(
     ("values", "added", "removed"),
     [
-        ({"autoscaling": {"enabled": True}, "store": {"url": "redis://r"}}, {("HorizontalPodAutoscaler", NAME)}, set()),
+        (
+            {"autoscaling": {"enabled": True}, "store": {"url": "redis://r"}},
+            {("HorizontalPodAutoscaler", NAME)},
+            set(),
+        ),
         ({"podDisruptionBudget": {"enabled": False}}, set(), {("PodDisruptionBudget", NAME)}),
         ({"serviceAccount": {"create": False}}, set(), {("ServiceAccount", NAME)}),
         ({"policies": {"existingConfigMap": "mine"}}, set(), {("ConfigMap", f"{NAME}-policies")}),
@@ -409,7 +507,11 @@ def test_defaults_need_no_custom_resources() -> None:
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, {("ServiceMonitor", NAME)}, set()),
         ({"monitoring": {"podMonitor": {"enabled": True}}}, {("PodMonitor", NAME)}, set()),
         ({"monitoring": {"prometheusRule": {"enabled": True}}}, {("PrometheusRule", NAME)}, set()),
-        ({"monitoring": {"grafanaDashboard": {"enabled": True}}}, {("ConfigMap", f"{NAME}-dashboards")}, set()),
+        (
+            {"monitoring": {"grafanaDashboard": {"enabled": True}}},
+            {("ConfigMap", f"{NAME}-dashboards")},
+            set(),
+        ),
         (
             {"analysis": {"argoRollouts": {"enabled": True}, "prometheusAddress": "http://p:9090"}},
             {("ClusterAnalysisTemplate", f"{NAMESPACE}-{NAME}")},
@@ -419,20 +521,38 @@ def test_defaults_need_no_custom_resources() -> None:
             {"analysis": {"flagger": {"enabled": True}, "prometheusAddress": "http://p:9090"}},
             {
                 ("MetricTemplate", f"{NAME}-{name}")
-                for name in ("new-refusals", "disagreement", "requests", "fail-open", "decision-p99")
+                for name in (
+                    "new-refusals",
+                    "disagreement",
+                    "requests",
+                    "fail-open",
+                    "decision-p99",
+                )
             },
             set(),
         ),
-        ({"canary": {"enabled": True}}, {("Deployment", f"{NAME}-canary"), ("Service", f"{NAME}-canary")}, set()),
         (
-            {"canary": {"enabled": True, "policies": {"bundle": {"bundle_version": 2, "policies": []}}}},
-            {(kind, f"{NAME}-canary") for kind in ("Deployment", "Service")} | {("ConfigMap", f"{NAME}-canary-policies")},
+            {"canary": {"enabled": True}},
+            {("Deployment", f"{NAME}-canary"), ("Service", f"{NAME}-canary")},
+            set(),
+        ),
+        (
+            {
+                "canary": {
+                    "enabled": True,
+                    "policies": {"bundle": {"bundle_version": 2, "policies": []}},
+                }
+            },
+            {(kind, f"{NAME}-canary") for kind in ("Deployment", "Service")}
+            | {("ConfigMap", f"{NAME}-canary-policies")},
             set(),
         ),
     ],
     ids=lambda item: json.dumps(item) if isinstance(item, dict) else "",
 )
-def test_switch_adds_only_its_objects(values: Values, added: set[tuple[str, str]], removed: set[tuple[str, str]]) -> None:
+def test_switch_adds_only_its_objects(
+    values: Values, added: set[tuple[str, str]], removed: set[tuple[str, str]]
+) -> None:
     before, after = kinds({}), kinds(values)
 
     assert after - before == added
@@ -453,14 +573,21 @@ def test_default_policy_is_preset_in_shadow() -> None:
     assert preset["spec"]["mode"] == "enforce"
     assert environment(one(made, "Deployment"))["LOOPGUARD_SHADOW"] == "true"
     assert environment(one(enforcing, "Deployment"))["LOOPGUARD_SHADOW"] == "false"
-    assert one(enforcing, "ConfigMap", f"{NAME}-policies") == one(made, "ConfigMap", f"{NAME}-policies")
+    assert one(enforcing, "ConfigMap", f"{NAME}-policies") == one(
+        made, "ConfigMap", f"{NAME}-policies"
+    )
 
 
 def test_command_in_notes_enforces() -> None:
     notes = rendered(DEFAULTS)["loopguard/templates/NOTES.txt"]
     (gateways,) = re.findall(r"--set-json 'networkPolicy.gateways=(.*)'", notes)
 
-    made = objects(merged(DEFAULTS, {"shadow": {"enabled": False}, "networkPolicy": {"gateways": json.loads(gateways)}}))
+    made = objects(
+        merged(
+            DEFAULTS,
+            {"shadow": {"enabled": False}, "networkPolicy": {"gateways": json.loads(gateways)}},
+        )
+    )
 
     assert environment(one(made, "Deployment"))["LOOPGUARD_SHADOW"] == "false"
 
@@ -469,13 +596,19 @@ def test_policy_change_restarts_no_pod() -> None:
     before = {(item["kind"], item["metadata"]["name"]): item for item in objects(CASES["memory"])}
     changed = policy("slow", {"pathPrefix": "/"}, action="throttle", max_delay_ms=30_000)
     after = {
-        (item["kind"], item["metadata"]["name"]): item for item in objects(merged(CASES["memory"], with_policies(changed)))
+        (item["kind"], item["metadata"]["name"]): item
+        for item in objects(merged(CASES["memory"], with_policies(changed)))
     }
 
-    assert [name for name, item in after.items() if before[name] != item] == [("ConfigMap", f"{NAME}-policies")]
+    assert [name for name, item in after.items() if before[name] != item] == [
+        ("ConfigMap", f"{NAME}-policies")
+    ]
     for spec in pods(list(after.values())):
         assert [
-            mount for container in spec["containers"] for mount in container.get("volumeMounts", ()) if "subPath" in mount
+            mount
+            for container in spec["containers"]
+            for mount in container.get("volumeMounts", ())
+            if "subPath" in mount
         ] == []
 
 
@@ -493,7 +626,10 @@ CANARY_BUNDLE = {"bundle_version": 2, "policies": [policy("new", {"pathPrefix": 
             {"stable": (False, "gateway"), "canary": (True, "gateway-canary")},
         ),
         (
-            {"canary": {"enabled": True, "shadow": {"enabled": False}}, "store": {"url": "redis://r"}},
+            {
+                "canary": {"enabled": True, "shadow": {"enabled": False}},
+                "store": {"url": "redis://r"},
+            },
             {"stable": (False, ""), "canary": (False, "")},
         ),
         (
@@ -506,11 +642,16 @@ CANARY_BUNDLE = {"bundle_version": 2, "policies": [policy("new", {"pathPrefix": 
         ),
     ],
 )
-def test_shadow_replicas_count_in_own_scope(values: Values, expected: dict[str, tuple[bool, str]]) -> None:
+def test_shadow_replicas_count_in_own_scope(
+    values: Values, expected: dict[str, tuple[bool, str]]
+) -> None:
     found = {}
     for deployment in of_kind(objects(values), "Deployment"):
         given = settings.read_settings({}, environment(deployment))
-        found[deployment["metadata"]["labels"]["app.kubernetes.io/component"]] = (given.shadow, given.scope)
+        found[deployment["metadata"]["labels"]["app.kubernetes.io/component"]] = (
+            given.shadow,
+            given.scope,
+        )
 
     assert found == expected
 
@@ -524,7 +665,9 @@ def test_shadow_replicas_count_in_own_scope(values: Values, expected: dict[str, 
     ],
 )
 def test_canary_mounts_own_or_stable_policies(canary: Values, config_map: str) -> None:
-    deployment = one(objects({"canary": {"enabled": True, **canary}}), "Deployment", f"{NAME}-canary")
+    deployment = one(
+        objects({"canary": {"enabled": True, **canary}}), "Deployment", f"{NAME}-canary"
+    )
 
     assert deployment["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {"name": config_map}
 
@@ -535,13 +678,24 @@ def test_canary_mounts_own_or_stable_policies(canary: Values, config_map: str) -
         ({}, {}, [f"loopguard:{version('extproc-loopguard')}"] * 2),
         ({"tag": "1"}, {}, ["loopguard:1", "loopguard:1"]),
         ({"tag": "1"}, {"tag": "2"}, ["loopguard:1", "loopguard:2"]),
-        ({"digest": f"sha256:{'1' * 64}"}, {"tag": "2"}, [f"loopguard@sha256:{'1' * 64}", "loopguard:2"]),
-        ({"tag": "1"}, {"digest": f"sha256:{'2' * 64}"}, ["loopguard:1", f"loopguard@sha256:{'2' * 64}"]),
+        (
+            {"digest": f"sha256:{'1' * 64}"},
+            {"tag": "2"},
+            [f"loopguard@sha256:{'1' * 64}", "loopguard:2"],
+        ),
+        (
+            {"tag": "1"},
+            {"digest": f"sha256:{'2' * 64}"},
+            ["loopguard:1", f"loopguard@sha256:{'2' * 64}"],
+        ),
     ],
 )
 def test_image_digest_precedes_tag(image: Values, canary: Values, expected: list[str]) -> None:
     made = objects({"image": image, "canary": {"enabled": True, "image": canary}})
-    images = [item["spec"]["template"]["spec"]["containers"][0]["image"] for item in of_kind(made, "Deployment")]
+    images = [
+        item["spec"]["template"]["spec"]["containers"][0]["image"]
+        for item in of_kind(made, "Deployment")
+    ]
 
     assert images == expected
 
@@ -550,17 +704,29 @@ def test_image_digest_precedes_tag(image: Values, canary: Values, expected: list
 
 
 def test_every_setting_reaches_process() -> None:
-    described = json.loads((CHART / "values.schema.json").read_text())["definitions"]["Settings"]["properties"]
+    described = json.loads((CHART / "values.schema.json").read_text())["definitions"]["Settings"][
+        "properties"
+    ]
     samples = {"boolean": True, "integer": 1_000_000, "number": 0.25, "string": "gateway"}
-    wanted = {name: item["enum"][-1] if "enum" in item else samples[item["type"]] for name, item in described.items()}
+    wanted = {
+        name: item["enum"][-1] if "enum" in item else samples[item["type"]]
+        for name, item in described.items()
+    }
 
     mounted: Values = {
         "extraVolumes": [{"name": "extra", "emptyDir": {}}],
-        "extraVolumeMounts": [{"name": "extra", "mountPath": "/gateway"}],  # the container's folder is /
+        "extraVolumeMounts": [
+            {"name": "extra", "mountPath": "/gateway"}
+        ],  # the container's folder is /
     }
-    given = settings.read_settings({}, environment(one(objects({"settings": wanted, **mounted}), "Deployment")))
+    given = settings.read_settings(
+        {}, environment(one(objects({"settings": wanted, **mounted}), "Deployment"))
+    )
 
-    found = {name: getattr(given, re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)) for name in wanted}
+    found = {
+        name: getattr(given, re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name))
+        for name in wanted
+    }
     assert found == wanted
 
 
@@ -568,7 +734,11 @@ def test_every_setting_reaches_process() -> None:
     ("url", "tls", "expected"),
     [
         ("rediss://r", {}, "rediss://r?ssl_ca_certs=/etc/loopguard/store-tls/ca.crt"),
-        ("rediss+cluster://r?prefix=a:", {}, "rediss+cluster://r?prefix=a:&ssl_ca_certs=/etc/loopguard/store-tls/ca.crt"),
+        (
+            "rediss+cluster://r?prefix=a:",
+            {},
+            "rediss+cluster://r?prefix=a:&ssl_ca_certs=/etc/loopguard/store-tls/ca.crt",
+        ),
         (
             "rediss://r",
             {"caKey": "", "certKey": "c", "keyKey": "k"},
@@ -577,7 +747,9 @@ def test_every_setting_reaches_process() -> None:
     ],
 )
 def test_store_url_names_tls_files(url: str, tls: Values, expected: str) -> None:
-    deployment = one(objects({"store": {"url": url, "tls": {"existingSecret": "s", **tls}}}), "Deployment")
+    deployment = one(
+        objects({"store": {"url": url, "tls": {"existingSecret": "s", **tls}}}), "Deployment"
+    )
 
     assert environment(deployment)["LOOPGUARD_STORE"] == expected
 
@@ -595,7 +767,10 @@ def test_network_policy_admits_named_peers() -> None:
     assert admin["from"] == values["monitoring"]
     assert spec["egress"] == values["egress"]
     (expression,) = spec["podSelector"]["matchExpressions"]
-    covered = {item["spec"]["template"]["metadata"]["labels"][expression["key"]] for item in of_kind(made, "Deployment")}
+    covered = {
+        item["spec"]["template"]["metadata"]["labels"][expression["key"]]
+        for item in of_kind(made, "Deployment")
+    }
     assert set(expression["values"]) == covered
     assert test_labels[expression["key"]] not in expression["values"]
 
@@ -605,7 +780,12 @@ KUBELET = {"ipBlock": {"cidr": "169.254.7.127/32"}}
 
 
 def mesh(tls: str) -> Values:
-    istio = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "chat"}], "tls": tls}
+    istio = {
+        "enabled": True,
+        "namespace": "istio-ingress",
+        "routes": [{"name": "chat"}],
+        "tls": tls,
+    }
     return {"istio": istio, "networkPolicy": {"monitoring": []}}
 
 
@@ -618,7 +798,9 @@ def mesh(tls: str) -> Values:
         (DEFAULTS, [50051], []),
     ],
 )
-def test_network_policy_admits_mesh_port_in_ambient_mode(values: Values, ports: list[int], others: list[list[Object]]) -> None:
+def test_network_policy_admits_mesh_port_in_ambient_mode(
+    values: Values, ports: list[int], others: list[list[Object]]
+) -> None:
     spec = one(objects(values), "NetworkPolicy")["spec"]
     first, *more = spec["ingress"]
 
@@ -648,7 +830,11 @@ def test_network_policy_admits_mesh_port_in_ambient_mode(values: Values, ports: 
                 "settings": {"events": "https://events.example.com"},
             },
             {"hash-key": "hashes", "events": "signing"},
-            {"HASH_KEY_FILE": "hash-key/k", "EVENTS_SECRET_FILE": "events/secret", "EVENTS_CA": "events/ca.crt"},
+            {
+                "HASH_KEY_FILE": "hash-key/k",
+                "EVENTS_SECRET_FILE": "events/secret",
+                "EVENTS_CA": "events/ca.crt",
+            },
         ),
         (
             CASES["mutual-tls"],
@@ -657,18 +843,26 @@ def test_network_policy_admits_mesh_port_in_ambient_mode(values: Values, ports: 
         ),
     ],
 )
-def test_secrets_are_mounted_as_files(values: Values, secrets: dict[str, str], files: dict[str, str | None]) -> None:
+def test_secrets_are_mounted_as_files(
+    values: Values, secrets: dict[str, str], files: dict[str, str | None]
+) -> None:
     deployment = one(objects(values), "Deployment")
     spec = deployment["spec"]["template"]["spec"]
     mounts = {mount["name"]: mount for mount in spec["containers"][0]["volumeMounts"]}
     given = environment(deployment)
 
-    named = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
+    named = {
+        volume["name"]: volume["secret"]["secretName"]
+        for volume in spec["volumes"]
+        if "secret" in volume
+    }
     assert named == secrets
     assert all(mounts[name]["readOnly"] for name in named)
     for variable, file in files.items():
         name, _, key = (file or "").partition("/")
-        assert given.get(f"LOOPGUARD_{variable}") == (f"{mounts[name]['mountPath']}/{key}" if file else None)
+        assert given.get(f"LOOPGUARD_{variable}") == (
+            f"{mounts[name]['mountPath']}/{key}" if file else None
+        )
 
 
 # ---- Mutual TLS
@@ -685,9 +879,14 @@ def test_backend_tls_policy_names_authority_and_host() -> None:
     by_service = merged(CASES["mutual-tls"], {"tls": {"serverName": ""}})
 
     assert made["targetRefs"] == [{"group": "", "kind": "Service", "name": NAME}]
-    assert made["validation"]["caCertificateRefs"] == [{"group": "", "kind": "Secret", "name": "loopguard-tls"}]
+    assert made["validation"]["caCertificateRefs"] == [
+        {"group": "", "kind": "Secret", "name": "loopguard-tls"}
+    ]
     assert made["validation"]["hostname"] == "loopguard.example"
-    assert one(objects(by_service), "BackendTLSPolicy")["spec"]["validation"]["hostname"] == f"{NAME}.{NAMESPACE}.svc"
+    assert (
+        one(objects(by_service), "BackendTLSPolicy")["spec"]["validation"]["hostname"]
+        == f"{NAME}.{NAMESPACE}.svc"
+    )
 
 
 def test_helm_test_uses_client_certificate() -> None:
@@ -711,11 +910,19 @@ def test_helm_test_uses_client_certificate() -> None:
         ({"networkPolicy": {"enabled": False}}, False),
         (DEFAULTS, False),
         (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}}), True),
-        (merged(CASES["istio-gateway"], {"networkPolicy": {"enabled": False}, "istio": {"tls": "DISABLE"}}), False),
+        (
+            merged(
+                CASES["istio-gateway"],
+                {"networkPolicy": {"enabled": False}, "istio": {"tls": "DISABLE"}},
+            ),
+            False,
+        ),
         (CASES["mutual-tls"], False),
     ],
 )
-def test_plaintext_warning_is_silenced_by_network_policy_or_mesh(values: Values, allowed: bool) -> None:
+def test_plaintext_warning_is_silenced_by_network_policy_or_mesh(
+    values: Values, allowed: bool
+) -> None:
     given = settings.read_settings({}, environment(of_kind(objects(values), "Deployment")[0]))
 
     assert given.allow_plaintext is allowed
@@ -727,7 +934,9 @@ def test_plaintext_warning_is_silenced_by_network_policy_or_mesh(values: Values,
 def test_alerts_and_dashboards_equal_files() -> None:
     made = objects(CASES["everything"])
     rules = helm_python.values_from_yaml((CHART / "alerts" / "loopguard.rules.yaml").read_text())
-    dashboards = {file.name: json.loads(file.read_text()) for file in (CHART / "dashboards").glob("*.json")}
+    dashboards = {
+        file.name: json.loads(file.read_text()) for file in (CHART / "dashboards").glob("*.json")
+    }
 
     assert one(made, "PrometheusRule", "loop-guard")["spec"] == rules
     found = one(made, "ConfigMap", "loop-guard-dashboards")["data"]
@@ -776,18 +985,27 @@ def label_values(item: Any) -> Iterator[str]:  # noqa: ANN401  # raw JSON
 
 
 def test_long_release_names_give_valid_names() -> None:
-    values = merged({"canary": {"enabled": True, "policies": {"bundle": CANARY_BUNDLE}}, "nameOverride": "n" * 63})
+    values = merged(
+        {
+            "canary": {"enabled": True, "policies": {"bundle": CANARY_BUNDLE}},
+            "nameOverride": "n" * 63,
+        }
+    )
     made = objects(values, release="r" * 53)
     names = {item["metadata"]["name"] for item in made}
 
-    assert [name for name in names if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)] == []
+    assert [
+        name for name in names if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
+    ] == []
     assert [text for text in label_values(made) if len(text) > 63] == []
     assert len(of_kind(made, "Deployment")) == 2
 
 
 def test_own_labels_keep_selector_labels() -> None:
     own = {"app.kubernetes.io/component": "mine", "team": "ai"}
-    made = objects({"podLabels": own, "monitoring": {"podMonitor": {"enabled": True, "labels": own}}})
+    made = objects(
+        {"podLabels": own, "monitoring": {"podMonitor": {"enabled": True, "labels": own}}}
+    )
 
     labels = one(made, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert (labels["app.kubernetes.io/component"], labels["team"]) == ("stable", "ai")

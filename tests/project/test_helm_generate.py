@@ -20,11 +20,15 @@ def test_schema_and_readme_are_current() -> None:
     assert stale == [], "run make chart"
 
 
-def test_generate_reports_and_rewrites_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_reports_and_rewrites_stale_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = tmp_path / "loopguard"
     shutil.copytree(CHART, copy)
     values = copy / "values.yaml"
-    values.write_text(values.read_text().replace("# PriorityClass of the pods.", "# How important the pods are."))
+    values.write_text(
+        values.read_text().replace("# PriorityClass of the pods.", "# How important the pods are.")
+    )
 
     assert main(["--check"], copy) == 1
     told = capsys.readouterr().err
@@ -72,14 +76,24 @@ last: true
 def test_schema_comes_from_comments_and_defaults() -> None:
     schema = values_schema(read_values(COMMENTED))
 
-    assert schema["properties"]["count"] == {"type": "integer", "minimum": 1, "description": "What it is.", "default": 1}
+    assert schema["properties"]["count"] == {
+        "type": "integer",
+        "minimum": 1,
+        "description": "What it is.",
+        "default": 1,
+    }
     assert schema["properties"]["inner"] == {
         "type": "object",
         "additionalProperties": False,
         "properties": {
             "text": {"type": "string", "description": "Words on two lines.", "default": ""},
             "bundle": {"$ref": "#/definitions/Bundle", "description": "Its own affair."},
-            "list": {"type": "array", "items": {"type": "string"}, "description": "A list.", "default": ["a"]},
+            "list": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "A list.",
+                "default": ["a"],
+            },
         },
     }
     assert list(schema["properties"]) == ["count", "inner", "last", "global"]
@@ -93,7 +107,10 @@ def test_schema_comes_from_comments_and_defaults() -> None:
         ("# Words.\n\na: 1\n", "a has no comment"),
         ("a:\n  # Words.\n  b: 1\n  c: 2\n", "a.c has no comment"),
         ("# Words.\na: []\n", "a needs a line '@schema' for its items"),
-        ('# Words.\n# @schema {"$ref": "#/definitions/Nothing"}\na: {}\n', "there is no definition of Nothing"),
+        (
+            '# Words.\n# @schema {"$ref": "#/definitions/Nothing"}\na: {}\n',
+            "there is no definition of Nothing",
+        ),
     ],
 )
 def test_value_without_description_is_rejected(text: str, message: str) -> None:
@@ -104,8 +121,14 @@ def test_value_without_description_is_rejected(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"prefixItems": []}, "unknown keywords: prefixItems; check that they mean the same in draft-07"),
-        ({"properties": {"a": {"unevaluatedProperties": False}}}, "unknown keywords: unevaluatedProperties"),
+        (
+            {"prefixItems": []},
+            "unknown keywords: prefixItems; check that they mean the same in draft-07",
+        ),
+        (
+            {"properties": {"a": {"unevaluatedProperties": False}}},
+            "unknown keywords: unevaluatedProperties",
+        ),
         ({"$ref": "#/$defs/A", "minimum": 1}, r"draft-07 ignores keywords beside \$ref: minimum"),
     ],
 )
@@ -118,7 +141,12 @@ A = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProp
 REFERENCE = {"$ref": "#/definitions/A"}
 UNIONS = [
     {"anyOf": [REFERENCE, {"type": "null"}]},
-    {"anyOf": [{"oneOf": [REFERENCE, {"type": "array", "items": REFERENCE, "minItems": 1}]}, {"type": "null"}]},
+    {
+        "anyOf": [
+            {"oneOf": [REFERENCE, {"type": "array", "items": REFERENCE, "minItems": 1}]},
+            {"type": "null"},
+        ]
+    },
     {"anyOf": [{"type": "string", "pattern": "^a"}, {"type": "null"}]},
     {"anyOf": [{"enum": ["a", "b"], "type": "string"}, {"type": "null"}]},
     {"anyOf": [{"const": "a", "type": "string"}, {"type": "integer", "minimum": 2}]},
@@ -126,7 +154,24 @@ UNIONS = [
     {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "number", "maximum": 1}]},
     {"anyOf": [{"type": "string"}, {"minimum": 1}]},
 ]
-SAMPLES: list[Any] = [None, "a", "b", "ab", 0, 1, 2, 3.5, {}, {"n": 1}, {"n": "1"}, {"m": 1}, [], [{}], [{"n": "1"}], [[]]]
+SAMPLES: list[Any] = [
+    None,
+    "a",
+    "b",
+    "ab",
+    0,
+    1,
+    2,
+    3.5,
+    {},
+    {"n": 1},
+    {"n": "1"},
+    {"m": 1},
+    [],
+    [{}],
+    [{"n": "1"}],
+    [[]],
+]
 
 
 @pytest.mark.parametrize("union", UNIONS, ids=json.dumps)
@@ -135,9 +180,14 @@ def test_union_by_type_accepts_the_same_values(union: dict[str, Any]) -> None:
     decided = choose(union, definitions)
 
     for sample in SAMPLES:
-        both = [jsonschema.Draft7Validator({**made, "definitions": definitions}).is_valid(sample) for made in (union, decided)]
+        both = [
+            jsonschema.Draft7Validator({**made, "definitions": definitions}).is_valid(sample)
+            for made in (union, decided)
+        ]
         if "oneOf" in union and sample is None:
-            both[0] = True  # Kubernetes' own unions mean either, and null is in both of their branches
+            both[0] = (
+                True  # Kubernetes' own unions mean either, and null is in both of their branches
+            )
         assert both[0] == both[1], sample
 
 

@@ -28,7 +28,9 @@ def test_every_folder_is_a_room() -> None:
 
 def test_unit_tests_mirror_modules() -> None:
     for place in (CHECKOUT / "tests" / "unit").glob("[!_.]*"):
-        assert place.name in ROOMS if place.is_dir() else place.stem.removeprefix("test_") in FILES, place
+        assert (
+            place.name in ROOMS if place.is_dir() else place.stem.removeprefix("test_") in FILES
+        ), place
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -37,7 +39,9 @@ def test_modules_import_from_lower_rooms(name: str) -> None:
 
 
 def test_imports_have_no_circle() -> None:
-    imports = {name: {*find_imports(file.read_text())} - {name, GENERATED} for name, file in FILES.items()}
+    imports = {
+        name: {*find_imports(file.read_text())} - {name, GENERATED} for name, file in FILES.items()
+    }
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:

@@ -37,7 +37,15 @@ for name in sys.argv[1:]:
 print(json.dumps(found))
 """
 
-_OURS = ["accesslog", "als", "base", "external_processor", "health", "http_status", "processing_mode"]
+_OURS = [
+    "accesslog",
+    "als",
+    "base",
+    "external_processor",
+    "health",
+    "http_status",
+    "processing_mode",
+]
 _OFFICIAL = [
     "envoy.config.core.v3.base_pb2",
     "envoy.data.accesslog.v3.accesslog_pb2",
@@ -46,22 +54,40 @@ _OFFICIAL = [
     "envoy.service.ext_proc.v3.external_processor_pb2",
     "envoy.type.v3.http_status_pb2",
 ]
-# grpc.health.v1 is not in xds-protos; these are the numbers of the gRPC health checking protocol, version 1.
+# grpc.health.v1 is not in xds-protos; these are the numbers of the gRPC health checking protocol,
+# version 1.
 _HEALTH: dict[str, dict[str, Any]] = {
     "grpc.health.v1.HealthCheckRequest": {"service": [1, 9, False, None, None]},
     "grpc.health.v1.HealthCheckResponse": {
         "status": [1, 14, False, None, "grpc.health.v1.HealthCheckResponse.ServingStatus"],
     },
-    "grpc.health.v1.HealthCheckResponse.ServingStatus": {"UNKNOWN": 0, "SERVING": 1, "NOT_SERVING": 2, "SERVICE_UNKNOWN": 3},
+    "grpc.health.v1.HealthCheckResponse.ServingStatus": {
+        "UNKNOWN": 0,
+        "SERVING": 1,
+        "NOT_SERVING": 2,
+        "SERVICE_UNKNOWN": 3,
+    },
     "grpc.health.v1.Health": {
-        "Check": ["grpc.health.v1.HealthCheckRequest", "grpc.health.v1.HealthCheckResponse", False, False],
-        "Watch": ["grpc.health.v1.HealthCheckRequest", "grpc.health.v1.HealthCheckResponse", False, True],
+        "Check": [
+            "grpc.health.v1.HealthCheckRequest",
+            "grpc.health.v1.HealthCheckResponse",
+            False,
+            False,
+        ],
+        "Watch": [
+            "grpc.health.v1.HealthCheckRequest",
+            "grpc.health.v1.HealthCheckResponse",
+            False,
+            True,
+        ],
     },
 }
 
 
 def _described(modules: list[str]) -> dict[str, dict[str, Any]]:
-    run = subprocess.run([sys.executable, "-c", _DESCRIBE, *modules], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", _DESCRIBE, *modules], capture_output=True, text=True, check=True
+    )
     found: dict[str, dict[str, Any]] = json.loads(run.stdout)
     return found
 

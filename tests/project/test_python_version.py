@@ -35,7 +35,9 @@ def test_make_names_required_python(tmp_path: Path, python: str) -> None:
 
     told = {"old": "./old is Python 3.10.12", "missing": "./missing is missing"}[python]
     lines = [line for line in run.stderr.splitlines() if not line.startswith("make: ***")]
-    assert lines == [f"Loopguard needs Python 3.11 or newer; {told}. Name another: make PYTHON=python3.12"]
+    assert lines == [
+        f"Loopguard needs Python 3.11 or newer; {told}. Name another: make PYTHON=python3.12"
+    ]
     assert (run.returncode, run.stdout) == (2, "")
     assert not (tmp_path / ".venv").exists()
 
@@ -64,9 +66,15 @@ def test_make_refuses_platforms_without_envoy(
 
     run = subprocess.run(
         ["make", "--no-print-directory", target, "PYTHON=./missing"],
-        cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
     first = run.stderr.splitlines()[0]
-    assert first.startswith("Loopguard needs Python 3.11" if runs else f"PyPI has no Envoy for this machine ({machine})")
+    assert first.startswith(
+        "Loopguard needs Python 3.11" if runs else f"PyPI has no Envoy for this machine ({machine})"
+    )
     assert runs or "'loopguard scan' work without Envoy" in first

@@ -48,7 +48,9 @@ README = ROOT / "README.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")), CHART / "README.md"]
 
-_FENCE = re.compile(r"^```(?P<language>\w*)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^```(?P<language>\w*)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def page_id(page: Path) -> str:
@@ -67,7 +69,10 @@ class Example(NamedTuple):
 
 
 def read_examples(page: Path, language: str) -> list[Example]:
-    found = (Example(match["language"], match["name"] or "", match["text"]) for match in _FENCE.finditer(page.read_text()))
+    found = (
+        Example(match["language"], match["name"] or "", match["text"])
+        for match in _FENCE.finditer(page.read_text())
+    )
     return [example for example in found if example.language == language]
 
 
@@ -107,7 +112,11 @@ def _has_canary_flags(command: str) -> None:
     question, *arguments = shlex.split(command, comments=True)[2:]
     with redirect_stdout(StringIO()) as told, pytest.raises(SystemExit):
         main(["canary", question, "--help"])
-    assert [argument for argument in arguments if argument.startswith("--") and argument not in told.getvalue()] == []
+    assert [
+        argument
+        for argument in arguments
+        if argument.startswith("--") and argument not in told.getvalue()
+    ] == []
 
 
 def _has_a_project(command: str) -> None:
@@ -122,7 +131,9 @@ def _has_an_image(command: str) -> None:
     ports = re.findall(r"--publish \d+:(\d+)", command)
     mounted = re.findall(r"--volume \S+?:([^\s:]+)", command)
 
-    assert set(ports) <= set(re.findall(r"\d+", re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0]))
+    assert set(ports) <= set(
+        re.findall(r"\d+", re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0])
+    )
     assert all(f"LOOPGUARD_POLICY={path}\n" in dockerfile for path in mounted)
 
 
@@ -149,19 +160,26 @@ class Instead(NamedTuple):
 NOT_TYPED: Mapping[str, Instead] = {
     "make bench": Instead("it measures for minutes, and nothing else may run then", _has_flags),
     "loopguard canary": Instead(
-        "its exit code says what it found; tests/doors/operator/test_canary_stack.py asks", _has_canary_flags
+        "its exit code says what it found; tests/doors/operator/test_canary_stack.py asks",
+        _has_canary_flags,
     ),
     "LOOPGUARD_COMPILED=1 pip install": Instead("it would compile for minutes", _has_a_project),
     "pip install": Instead("it would change the environment that the tests run in", _has_a_project),
     "docker": Instead(
-        "it takes a Docker daemon and a registry; tests/project/test_dockerfile.py reads the Dockerfile", _has_an_image
+        (
+            "it takes a Docker daemon and a registry; tests/project/test_dockerfile.py reads the "
+            "Dockerfile"
+        ),
+        _has_an_image,
     ),
     "helm": Instead("it takes a cluster", _renders),
 }
 
 
 def _instead(command: str) -> Instead | None:
-    return next((instead for start, instead in NOT_TYPED.items() if command.startswith(start)), None)
+    return next(
+        (instead for start, instead in NOT_TYPED.items() if command.startswith(start)), None
+    )
 
 
 # ---- The reader
@@ -249,7 +267,9 @@ class Reader:
             "LOOPGUARD_DRAIN_DELAY": "0",
         }
         (folder / ".claude").mkdir()
-        (folder / ".claude" / "projects").symlink_to(ROOT / "examples" / "transcripts" / "claude-code")
+        (folder / ".claude" / "projects").symlink_to(
+            ROOT / "examples" / "transcripts" / "claude-code"
+        )
         for name in ("envoy", "examples", "helm"):
             (folder / name).symlink_to(ROOT / name)
         self._save_examples(page)
@@ -265,7 +285,9 @@ class Reader:
     def type(self, command: str) -> str:
         """Run a command, which must succeed. Returns its output, nothing for one that stays."""
         here = self._localise(command)
-        if stays := next((stays for start, stays in STAYING.items() if command.startswith(start)), None):
+        if stays := next(
+            (stays for start, stays in STAYING.items() if command.startswith(start)), None
+        ):
             for typed in [typed for typed in self._staying if typed.startswith(stays.ends)]:
                 self._staying.pop(typed).stop()
             self._leave_running(command, here).wait_for(stays.ready)
@@ -274,7 +296,12 @@ class Reader:
             return ""
         environment = {**os.environ, **self._environment}
         done = subprocess.run(
-            ["bash", "-c", here], check=False, cwd=self.folder, env=environment, capture_output=True, text=True
+            ["bash", "-c", here],
+            check=False,
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.replace("\r\n", "\n")
@@ -283,28 +310,46 @@ class Reader:
         for theirs, ours in self._addresses.items():
             command = command.replace(theirs, ours)
         if command.startswith("loopguard envoy-config"):
-            listen = "" if "--snippet" in command else f"--listen {self._addresses[_DEMO]} --admin {self._envoy_admin}"
+            listen = (
+                ""
+                if "--snippet" in command
+                else f"--listen {self._addresses[_DEMO]} --admin {self._envoy_admin}"
+            )
             endpoint = self._environment["LOOPGUARD_LISTEN"]
             return command.replace("envoy-config", f"envoy-config {listen} --endpoints {endpoint}")
         if command.startswith("make run"):
             given = re.search(r"ARGS='(.*?)'", command)
-            ports = f"--port {self._addresses[_DEMO].rpartition(':')[2]} --envoy-admin-port 0 --loopguard-port 0"
-            flags = f"{ports} --loopguard-admin-port 0 --upstream-port 0 {given[1] if given else ''}"
+            ports = (
+                f"--port {self._addresses[_DEMO].rpartition(':')[2]} --envoy-admin-port 0 "
+                "--loopguard-port 0"
+            )
+            flags = (
+                f"{ports} --loopguard-admin-port 0 --upstream-port 0 {given[1] if given else ''}"
+            )
             return f"{shlex.quote(sys.executable)} envoy/demo.py {flags}"
         if command.startswith("make demo-agent"):
             (given,) = re.findall(r"ARGS='(.*?)'", command)
             return f"{shlex.quote(sys.executable)} envoy/agent_demo.py {given}"
-        return command.replace("envoy -c", "envoy --use-dynamic-base-id -c") if command.startswith("envoy") else command
+        return (
+            command.replace("envoy -c", "envoy --use-dynamic-base-id -c")
+            if command.startswith("envoy")
+            else command
+        )
 
     def _leave_running(self, typed: str, command: str) -> Process:
         self._terminals += 1
         log = self.folder / f"terminal-{self._terminals}.log"
-        process = self._staying[typed] = Process(["bash", "-c", f"cd {self.folder} && exec {command}"], log, self._environment)
+        process = self._staying[typed] = Process(
+            ["bash", "-c", f"cd {self.folder} && exec {command}"], log, self._environment
+        )
         return process
 
     def _is_used(self) -> bool:
         with urlopen(f"http://{self._envoy_admin}/clusters") as answer:
-            return "\nloopguard::" in (told := answer.read().decode()) and "health_flags::/failed" not in told
+            return (
+                "\nloopguard::" in (told := answer.read().decode())
+                and "health_flags::/failed" not in told
+            )
 
     def end(self) -> list[str]:
         """Close all terminals. Returns the commands that had ended by themselves."""
@@ -326,12 +371,17 @@ def reader(page: Path, valkey: Server) -> Iterator[Reader]:
     authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(tls)
     upstream, provider = Upstream(), Upstream(tls)
-    with tempfile.TemporaryDirectory(prefix="lgread") as folder:  # its name is short enough for a socket's path
+    with tempfile.TemporaryDirectory(
+        prefix="lgread"
+    ) as folder:  # its name is short enough for a socket's path
         authority.cert_pem.write_to_path(f"{folder}/ca.pem")
         addresses = {
             _DEMO: f"127.0.0.1:{free_port()}",
             _UPSTREAM: upstream.address,
-            _PROVIDER: f"{provider.address.replace('127.0.0.1', 'localhost')} --upstream-tls --upstream-ca {folder}/ca.pem",
+            _PROVIDER: (
+                f"{provider.address.replace('127.0.0.1', 'localhost')} --upstream-tls "
+                f"--upstream-ca {folder}/ca.pem"
+            ),
             _VALKEY: valkey.address,
         }
         made = Reader(Path(folder), page, addresses)
@@ -347,7 +397,8 @@ _MOMENT = "within a second"
 
 @pytest.mark.deep
 @pytest.mark.skipif(
-    shutil.which("curl") is None, reason="curl is not installed: the commands of README and docs are NOT tested"
+    shutil.which("curl") is None,
+    reason="curl is not installed: the commands of README and docs are NOT tested",
 )
 @every_page
 def test_commands_of_page_run(page: Path, reader: Reader) -> None:
@@ -356,13 +407,20 @@ def test_commands_of_page_run(page: Path, reader: Reader) -> None:
             printed = reader.type(command)
 
             wanted = shown.replace(_MOMENT, "within ...")
-            matches = not shown or OutputChecker().check_output(wanted, f"{printed.strip()}\n", ELLIPSIS)
+            matches = not shown or OutputChecker().check_output(
+                wanted, f"{printed.strip()}\n", ELLIPSIS
+            )
             assert matches, f"$ {command}\n{printed}"
 
     assert reader.end() == []
 
 
-NOT_HERE = {command: instead for page in PAGES for command, _ in read_lines(page) if (instead := _instead(command))}
+NOT_HERE = {
+    command: instead
+    for page in PAGES
+    for command, _ in read_lines(page)
+    if (instead := _instead(command))
+}
 
 
 @pytest.mark.parametrize("command", NOT_HERE)
@@ -383,7 +441,11 @@ def test_policies_of_page_are_valid(reader: Reader, capsys: pytest.CaptureFixtur
 
 @every_page
 def test_yaml_of_page_parses(page: Path) -> None:
-    assert [each for each in read_examples(page, "yaml") if not isinstance(yaml.safe_load(each.text), dict | list)] == []
+    assert [
+        each
+        for each in read_examples(page, "yaml")
+        if not isinstance(yaml.safe_load(each.text), dict | list)
+    ] == []
 
 
 def test_credential_provider_in_docs_works() -> None:
@@ -406,8 +468,12 @@ def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     parts = json.loads(capsys.readouterr().out)["$defs"]
     entries = {keys["description"]: set(keys["properties"]) for keys in parts.values()}
 
-    sections = re.findall(r"^### Keys of .*\n\n(.*)\n\n((?:\|.*\n)+)", REFERENCE.read_text(), re.MULTILINE)
-    assert {about: set(re.findall(r"^\|`(\w+)`", rows, re.MULTILINE)) for about, rows in sections} == entries
+    sections = re.findall(
+        r"^### Keys of .*\n\n(.*)\n\n((?:\|.*\n)+)", REFERENCE.read_text(), re.MULTILINE
+    )
+    assert {
+        about: set(re.findall(r"^\|`(\w+)`", rows, re.MULTILINE)) for about, rows in sections
+    } == entries
 
 
 def test_every_metric_is_documented() -> None:
@@ -415,17 +481,26 @@ def test_every_metric_is_documented() -> None:
     metrics = Metrics()
     Pairs().show(metrics)
 
-    assert [metric.name for metric in metrics.registry.collect() if f"\n|`{metric.name}" not in text] == []
+    assert [
+        metric.name for metric in metrics.registry.collect() if f"\n|`{metric.name}" not in text
+    ] == []
 
 
 def test_serve_flags_are_documented_with_defaults() -> None:
-    table = re.findall(r"^\|`--([a-z-]+).*?`\|.*?\|(?:`(.*?)`)?[^`|]*\|$", read_section("Flags of `serve`"), re.MULTILINE)
-    known = {item.name.replace("_", "-"): str(getattr(item.default, "text", item.default or "")) for item in fields(Settings)}
+    table = re.findall(
+        r"^\|`--([a-z-]+).*?`\|.*?\|(?:`(.*?)`)?[^`|]*\|$",
+        read_section("Flags of `serve`"),
+        re.MULTILINE,
+    )
+    known = {
+        item.name.replace("_", "-"): str(getattr(item.default, "text", item.default or ""))
+        for item in fields(Settings)
+    }
     del known["store-password"]  # environment only
 
-    assert {flag: "" if default == "0" else default for flag, default in table if flag != "policy"} == {
-        flag: default for flag, default in known.items() if flag != "policy"
-    }
+    assert {
+        flag: "" if default == "0" else default for flag, default in table if flag != "policy"
+    } == {flag: default for flag, default in known.items() if flag != "policy"}
 
 
 def test_documented_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,7 +509,9 @@ def test_documented_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
         told += capsys.readouterr().out
-    named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z0-9-]+)", page.read_text())} - {
+    named = {
+        flag for page in PAGES for flag in re.findall(r"`(--[a-z0-9-]+)", page.read_text())
+    } - {
         "--version",
         "--help",
         "--set",
@@ -445,7 +522,11 @@ def test_documented_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_documented_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    named = {target for page in PAGES for target in re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", read_prose(page))}
+    named = {
+        target
+        for page in PAGES
+        for target in re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", read_prose(page))
+    }
 
     assert "test-pure" in named
     assert [target for target in sorted(named) if f"\n{target}: " not in makefile] == []
@@ -481,6 +562,10 @@ def test_links_resolve(page: Path) -> None:
 
 def test_pictures_are_used() -> None:
     pictures = {path.name for path in (ROOT / "docs" / "images").iterdir()}
-    shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+[.](?:png|svg|webp))", page.read_text())}
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"images/([\w-]+[.](?:png|svg|webp))", page.read_text())
+    }
 
     assert pictures == shown

@@ -43,7 +43,9 @@ def list_packages(requirements: list[str]) -> set[str]:
 
 def measure(package: str) -> int:
     found = importlib.metadata.distribution(package)
-    paths = [Path(str(found.locate_file(file))) for file in found.files or () if file.suffix != ".pyc"]
+    paths = [
+        Path(str(found.locate_file(file))) for file in found.files or () if file.suffix != ".pyc"
+    ]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
@@ -73,13 +75,22 @@ def test_release_names_missing_setting(part: str) -> None:
 
     assert done.returncode == 1
     assert re.fullmatch(
-        r"\w+ is empty: fill it in, in \.ci/owner\.env or, if it is a secret, as a variable of CI\n", done.stderr
+        (
+            r"\w+ is empty: fill it in, in \.ci/owner\.env or, if it is a secret, as a variable of "
+            r"CI\n"
+        ),
+        done.stderr,
     )
 
 
 @pytest.mark.parametrize("file", [*WORKFLOWS, RELEASE], ids=lambda file: file.name)
 def test_workflows_name_no_registry(file: Path) -> None:
-    assert re.findall(r"://[\w-]+\.[\w.-]+|\b[\w-]+(?:\.[\w-]+)*\.(?:io|com|org|dev)\b", file.read_text()) == []
+    assert (
+        re.findall(
+            r"://[\w-]+\.[\w.-]+|\b[\w-]+(?:\.[\w-]+)*\.(?:io|com|org|dev)\b", file.read_text()
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
@@ -96,18 +107,30 @@ def test_workflows_call_existing_targets(file: Path) -> None:
 
 def list_jobs() -> list[tuple[str, dict[str, Any]]]:
     texts = {path.stem: path.read_text() for path in WORKFLOWS if ".github" in path.parts}
-    return [(f"{stem}/{name}", job) for stem, text in texts.items() for name, job in yaml.safe_load(text)["jobs"].items()]
+    return [
+        (f"{stem}/{name}", job)
+        for stem, text in texts.items()
+        for name, job in yaml.safe_load(text)["jobs"].items()
+    ]
 
 
-@pytest.mark.parametrize("file", [path for path in WORKFLOWS if ".github" in path.parts], ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", [path for path in WORKFLOWS if ".github" in path.parts], ids=lambda file: file.name
+)
 def test_actions_are_pinned_to_commits(file: Path) -> None:
     used = re.findall(r"uses: (.+)", file.read_text())
 
     assert used
-    assert [each for each in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)] == []
+    assert [
+        each
+        for each in used
+        if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)
+    ] == []
 
 
-@pytest.mark.parametrize(("name", "job"), list_jobs(), ids=lambda given: given if isinstance(given, str) else "")
+@pytest.mark.parametrize(
+    ("name", "job"), list_jobs(), ids=lambda given: given if isinstance(given, str) else ""
+)
 def test_jobs_that_install_have_no_secret(name: str, job: dict[str, Any]) -> None:
     ran = " ".join(step.get("run", "") for step in job["steps"])
     trusted = "secrets." in str(job) or "id-token" in job.get("permissions", {})
@@ -136,12 +159,19 @@ def test_wheel_build_is_reproducible(tmp_path: Path) -> None:
         flags = ["--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path / f"made-{name}")]
         subprocess.run(
             [sys.executable, "-m", "pip", "wheel", "--quiet", *flags, str(tmp_path / name)],
-            env={**os.environ, "LOOPGUARD_COMPILED": "1", "SOURCE_DATE_EPOCH": "1795670767", "TMPDIR": str(tmp_path)},
+            env={
+                **os.environ,
+                "LOOPGUARD_COMPILED": "1",
+                "SOURCE_DATE_EPOCH": "1795670767",
+                "TMPDIR": str(tmp_path),
+            },
             check=True,
         )
         (wheel,) = (tmp_path / f"made-{name}").glob("*.whl")
         with zipfile.ZipFile(wheel) as opened:
-            hashes = {each: hashlib.sha256(opened.read(each)).hexdigest() for each in opened.namelist()}
+            hashes = {
+                each: hashlib.sha256(opened.read(each)).hexdigest() for each in opened.namelist()
+            }
         made.append((wheel.name, hashes, hashlib.sha256(wheel.read_bytes()).hexdigest()))
 
     assert made[0] == made[1]

@@ -10,7 +10,9 @@ USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 START = 1_763_812_345.0
 
 
-def make_record(seconds: float = 0, user: str = "ann", text: str = "again", **more: object) -> dict[str, Any]:
+def make_record(
+    seconds: float = 0, user: str = "ann", text: str = "again", **more: object
+) -> dict[str, Any]:
     return {
         "record": 1,
         "time": START + seconds,
@@ -24,4 +26,6 @@ def make_record(seconds: float = 0, user: str = "ann", text: str = "again", **mo
 
 
 def write_lines(lines: Iterable[object]) -> bytes:
-    return b"".join((line if isinstance(line, str) else json.dumps(line)).encode() + b"\n" for line in lines)
+    return b"".join(
+        (line if isinstance(line, str) else json.dumps(line)).encode() + b"\n" for line in lines
+    )

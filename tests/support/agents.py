@@ -39,7 +39,9 @@ class Gate(NamedTuple):
 def open_gate(policies: object, *arguments: str, replicas: int = 1) -> Iterator[Gate]:
     with (
         fake_model() as model,
-        open_stack(policies, *arguments, replicas=replicas, upstream=f"127.0.0.1:{model.port}") as made,
+        open_stack(
+            policies, *arguments, replicas=replicas, upstream=f"127.0.0.1:{model.port}"
+        ) as made,
     ):
         yield Gate(made, model)
 
@@ -80,9 +82,17 @@ def play(
     tasks: Sequence[str] = ("Tell me when it is done.",),
     tools: Mapping[str, Callable[..., str]] | None = None,
 ) -> Played:
-    """Run an agent until it ends, is refused, or has made `MOST_TURNS` turns. Missing tools always return the same."""
+    """Run an agent until it ends, is refused, or has made `MOST_TURNS` turns.
+
+    Missing tools always return the same.
+    """
     gate.model.scripts[user] = script
-    known = {**dict.fromkeys(("check", "edit", "first", "second", "third", "search", "wait_for_build"), same), **(tools or {})}
+    known = {
+        **dict.fromkeys(
+            ("check", "edit", "first", "second", "third", "search", "wait_for_build"), same
+        ),
+        **(tools or {}),
+    }
     turns: list[Any] = []
     try:
         for turn in islice(agent(Job(f"{gate.url}{path}", user, tasks, known)), MOST_TURNS):
@@ -114,11 +124,17 @@ def gemini_agent(job: Job) -> Iterator[Turn]:
         assert reply.candidates
         contents.append(reply.candidates[0].content)
         calls = reply.function_calls or []
-        steps = [Step(call.name or "", call.args or {}, _run(job, call.name or "", call.args or {})) for call in calls]
+        steps = [
+            Step(call.name or "", call.args or {}, _run(job, call.name or "", call.args or {}))
+            for call in calls
+        ]
         yield Turn(steps, reply.text or "" if not calls else "")
         if not steps:
             return
-        said = [types.Part.from_function_response(name=step.tool, response={"result": step.result}) for step in steps]
+        said = [
+            types.Part.from_function_response(name=step.tool, response={"result": step.result})
+            for step in steps
+        ]
         contents.append(types.Content(role="user", parts=said))
 
 
@@ -127,16 +143,25 @@ def bedrock_agent(job: Job, signature: str | None = None) -> Iterator[Turn]:
     import botocore
     from botocore.config import Config
 
-    once = Config(retries={"total_max_attempts": 1}, signature_version=signature or botocore.UNSIGNED)
+    once = Config(
+        retries={"total_max_attempts": 1}, signature_version=signature or botocore.UNSIGNED
+    )
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-    client: Any = boto3.client("bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=once, **keys)
-    client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: job.user}))
+    client: Any = boto3.client(
+        "bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=once, **keys
+    )
+    client.meta.events.register(
+        "before-call", lambda params, **_: params["headers"].update({USER: job.user})
+    )
     messages: list[Any] = [{"role": "user", "content": [{"text": job.tasks[0]}]}]
     while True:
         message = client.converse(modelId=NAME, messages=messages)["output"]["message"]
         messages.append(message)
         calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
-        steps = [Step(call["name"], call["input"], _run(job, call["name"], call["input"])) for call in calls]
+        steps = [
+            Step(call["name"], call["input"], _run(job, call["name"], call["input"]))
+            for call in calls
+        ]
         yield Turn(steps, message["content"][0]["text"])
         if not steps:
             return
@@ -151,18 +176,27 @@ def react_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK without tools: actions are lines of text, and observations are messages of the user."""
     import openai
 
-    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    client = openai.OpenAI(
+        api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user}
+    )
     messages: list[Any] = [{"role": "system", "content": "Thought, Action, Observation."}]
     messages.append({"role": "user", "content": job.tasks[0]})
     for number in count():
-        text = client.chat.completions.create(model=NAME, messages=messages).choices[0].message.content or ""
-        messages.append({"role": "assistant", "content": f"Thought: for the {number}. time\n{text}"})
+        text = (
+            client.chat.completions.create(model=NAME, messages=messages).choices[0].message.content
+            or ""
+        )
+        messages.append(
+            {"role": "assistant", "content": f"Thought: for the {number}. time\n{text}"}
+        )
         if not text.startswith("Action: "):
             yield Turn([], text)
             return
         step = Step("check", {}, job.tools["check"]())
         yield Turn([step], "")
-        messages.append({"role": "user", "content": f"Observation: {step.result}\nStep {number + 1}/20"})
+        messages.append(
+            {"role": "user", "content": f"Observation: {step.result}\nStep {number + 1}/20"}
+        )
 
 
 ACTION = "Action: check[build 17]"
@@ -188,4 +222,10 @@ def sdk_errors() -> tuple[type[Exception], ...]:
     from botocore.exceptions import ClientError as BedrockError
     from google.genai.errors import ClientError as GeminiError
 
-    return (*list_refusals(), openai.BadRequestError, anthropic.BadRequestError, GeminiError, BedrockError)
+    return (
+        *list_refusals(),
+        openai.BadRequestError,
+        anthropic.BadRequestError,
+        GeminiError,
+        BedrockError,
+    )

@@ -17,7 +17,9 @@ from tests.support.looping import encoded, looked_into
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service, metadata_of, sample
 
-AGENTS: dict[str, Any] = json.loads((Path(extproc.policy.presets.__path__[0]) / "agents.json").read_text())
+AGENTS: dict[str, Any] = json.loads(
+    (Path(extproc.policy.presets.__path__[0]) / "agents.json").read_text()
+)
 
 # The number of equal turns at which the preset refuses a strong loop.
 REFUSED = 7
@@ -51,5 +53,9 @@ def judge_alone(value: object, path: str) -> str:
         for candidate in group.active:
             if isinstance(candidate, LoopGuard) and candidate.detector.name == "turns":
                 found = candidate.repeat
-                return candidate.detector.find_action(found).value if found is not None and found.looping else "allow"
+                return (
+                    candidate.detector.find_action(found).value
+                    if found is not None and found.looping
+                    else "allow"
+                )
     return "allow"

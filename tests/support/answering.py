@@ -34,7 +34,9 @@ def answering(answer: Answer | Mapping[str, Answer], *, tls: bool = False) -> It
     class Serving(Handler):
         def serve(self) -> None:
             self.read_body()
-            status, headers, write = answer if isinstance(answer, Answer) else answer[self.path.partition("?")[0]]
+            status, headers, write = (
+                answer if isinstance(answer, Answer) else answer[self.path.partition("?")[0]]
+            )
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)

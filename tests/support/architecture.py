@@ -28,8 +28,14 @@ def draw_imports() -> str:
     for name, file in FILES.items():
         room = name.split("/")[0]
         if room in imports:
-            imports[room] |= {target.split("/")[0] for target in find_imports(file.read_text())} & {*ROOMS} - {room}
-    edges = [f"    {room} --> {target}" for room in reversed(ROOMS) for target in _list_nearest(imports, imports[room])]
+            imports[room] |= {target.split("/")[0] for target in find_imports(file.read_text())} & {
+                *ROOMS
+            } - {room}
+    edges = [
+        f"    {room} --> {target}"
+        for room in reversed(ROOMS)
+        for target in _list_nearest(imports, imports[room])
+    ]
     return "\n".join(["```mermaid", "flowchart TD", *edges, "```"])
 
 

@@ -21,12 +21,22 @@ import pytest
 
 from tests.support.harness import PATIENCE, eventually
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 BROWSER = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed (Debian: chromium): pages in a browser are NOT tested"
+    CHROMIUM is None,
+    reason="chromium is not installed (Debian: chromium): pages in a browser are NOT tested",
 )
 
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--no-first-run",
+)
 # Keys that type no character, by the numbers that browsers use.
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27}
 
@@ -70,20 +80,36 @@ class Browser:
         self._session = ""
         self.problems: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
         origin = "/".join(url.split("/")[:3])
         for permission in ("clipboard-read", "clipboard-write"):
-            self._call("Browser.setPermission", permission={"name": permission}, setting="granted", origin=origin)
+            self._call(
+                "Browser.setPermission",
+                permission={"name": permission},
+                setting="granted",
+                origin=origin,
+            )
         self._call("Page.navigate", url=url)
-        eventually(lambda: self.run("location.href != 'about:blank' && document.readyState == 'complete'"), url)
+        eventually(
+            lambda: self.run("location.href != 'about:blank' && document.readyState == 'complete'"),
+            url,
+        )
 
     def run(self, script: str) -> Any:  # noqa: ANN401  # whatever it returns
         """The value of a JavaScript expression on the page; promises are awaited."""
-        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True)
+        answer = self._call(
+            "Runtime.evaluate",
+            expression=script,
+            returnByValue=True,
+            awaitPromise=True,
+            userGesture=True,
+        )
         if "exceptionDetails" in answer:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -111,7 +137,13 @@ class Browser:
         return str(self.run("navigator.clipboard.readText()"))
 
     def resize(self, width: int, height: int, *, phone: bool = False) -> None:
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
 
     def list_unreadable(self) -> list[str]:
         """Texts whose contrast with their background is too low."""
@@ -121,7 +153,10 @@ class Browser:
         return list(self.run(_WIDE))
 
     def prefer(self, scheme: str) -> None:
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def take_screenshot(self, path: Path) -> None:
         """Save the window as PNG or WebP, by the file's name."""
@@ -130,8 +165,16 @@ class Browser:
 
     def _call(self, method: str, **params: object) -> dict[str, Any]:
         self._last += 1
-        about = {"sessionId": self._session} if self._session and not method.startswith(("Target.", "Browser.")) else {}
-        os.write(self._to, json.dumps({"id": self._last, "method": method, "params": params, **about}).encode() + b"\0")
+        about = (
+            {"sessionId": self._session}
+            if self._session and not method.startswith(("Target.", "Browser."))
+            else {}
+        )
+        os.write(
+            self._to,
+            json.dumps({"id": self._last, "method": method, "params": params, **about}).encode()
+            + b"\0",
+        )
         while True:
             message = self._receive()
             if message.get("id") == self._last:
@@ -141,7 +184,10 @@ class Browser:
             self._note(message)
 
     def _note(self, message: dict[str, Any]) -> None:
-        if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+        if (
+            message.get("method") == "Log.entryAdded"
+            and message["params"]["entry"]["level"] == "error"
+        ):
             self.problems.append(message["params"]["entry"]["text"])
         if message.get("method") == "Runtime.exceptionThrown":
             self.problems.append(str(message["params"]["exceptionDetails"]))

@@ -20,7 +20,13 @@ REJECT = [{"threshold_percent": 100, "action": "reject"}]
 KEY = ["header:x-api-key"]
 
 
-def rule(algorithm: str, name: str = "r", keys: Sequence[str] = KEY, more: Any = None, **config: object) -> dict[str, Any]:  # noqa: ANN401  # further keys
+def rule(
+    algorithm: str,
+    name: str = "r",
+    keys: Sequence[str] = KEY,
+    more: Any = None,  # noqa: ANN401  # further keys
+    **config: object,
+) -> dict[str, Any]:
     made = {"name": name, "limit_keys": [*keys], "algorithm": algorithm, "algorithm_config": config}
     return made | (more or {})
 
@@ -28,12 +34,16 @@ def rule(algorithm: str, name: str = "r", keys: Sequence[str] = KEY, more: Any =
 DAY = {"period": "1d", "staged_actions": [{"threshold_percent": 50, "action": "warn"}, *REJECT]}
 
 
-def daily(budget: float = 10, name: str = "daily", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
+# Further keys
+def daily(budget: float = 10, name: str = "daily", **more: Any) -> dict[str, Any]:  # noqa: ANN401
     return rule("cost_based", name, **{"budget": budget, **DAY, **more})
 
 
-def bucket(per_second: float = 1, burst: float = 3, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
-    return rule("token_bucket", **more) | {"algorithm_config": {"tokens_per_second": per_second, "burst": burst}}
+# Further keys
+def bucket(per_second: float = 1, burst: float = 3, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    return rule("token_bucket", **more) | {
+        "algorithm_config": {"tokens_per_second": per_second, "burst": burst}
+    }
 
 
 def limited(*rules: dict[str, Any], identity: str = "p", **spec: object) -> dict[str, Any]:
@@ -48,7 +58,8 @@ class Clock:
         return self.now
 
 
-def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]:  # noqa: ANN401  # fields of Settings
+# Fields of Settings
+def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]:  # noqa: ANN401
     clock = Clock()
     return make_service(*policies, store=MemoryStore(Metrics(), clock=clock), **settings), clock
 
@@ -56,26 +67,46 @@ def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]: 
 CHAT = "/v1/chat/completions"
 
 
-def ask(service: Service, key: str = "k", path: str = CHAT, content: bytes = b"{}", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    replies = exchange(service, headers(path, x_api_key=key, **more) if key else headers(path, **more), body(content))
+def ask(
+    service: Service,
+    key: str = "k",
+    path: str = CHAT,
+    content: bytes = b"{}",
+    **more: Any,  # noqa: ANN401  # headers
+) -> ProcessingResponse:
+    replies = exchange(
+        service,
+        headers(path, x_api_key=key, **more) if key else headers(path, **more),
+        body(content),
+    )
     return decoded(replies[-1])
 
 
 def refused(answer: ProcessingResponse) -> str:
-    return headers_of(answer).get("X-Fairvisor-Reason", "") if answer.HasField("immediate_response") else ""
+    return (
+        headers_of(answer).get("X-Fairvisor-Reason", "")
+        if answer.HasField("immediate_response")
+        else ""
+    )
 
 
 def warning_of(answer: ProcessingResponse) -> bytes | None:
     responses = answer.request_headers.response, answer.request_body.response
     options = [item for response in responses for item in response.header_mutation.set_headers]
-    return next((item.header.raw_value for item in options if item.header.key == "X-Fairvisor-Warning"), None)
+    return next(
+        (item.header.raw_value for item in options if item.header.key == "X-Fairvisor-Warning"),
+        None,
+    )
 
 
 def chat(text: str, **more: object) -> bytes:
-    return json.dumps({"model": "gpt-4o", "messages": [{"role": "user", "content": text}], **more}).encode()
+    return json.dumps(
+        {"model": "gpt-4o", "messages": [{"role": "user", "content": text}], **more}
+    ).encode()
 
 
-def tell(service: Service, answer: ProcessingResponse, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
+# See `add_entry`
+def tell(service: Service, answer: ProcessingResponse, **entry: Any) -> None:  # noqa: ANN401
     settle(service, sessions=json.loads(metadata_of(answer)["sessions"]), **entry)
 
 

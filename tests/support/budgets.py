@@ -9,7 +9,16 @@ from typing import Final, NamedTuple
 
 from hypothesis import strategies as st
 
-from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, MARKED_MS, MINUTE, PERIOD, Take, Taken
+from extproc.store.rules.budget import (
+    BREAKER,
+    BUCKET,
+    FOREVER,
+    MARKED_MS,
+    MINUTE,
+    PERIOD,
+    Take,
+    Taken,
+)
 from tests.support.records import replace
 from tests.support.servers import Driver
 
@@ -27,11 +36,15 @@ def make_bucket(amount: int = 1, limit: int = 10, rate: int = 1, key: str = "buc
     return Take(f"{key}:{DIGITS}", BUCKET, amount, limit, rate, 0)
 
 
-def make_period(amount: int = 1, limit: int = 10, span: int = 300_000, key: str = "period", offset: int = 0) -> Take:
+def make_period(
+    amount: int = 1, limit: int = 10, span: int = 300_000, key: str = "period", offset: int = 0
+) -> Take:
     return Take(f"{key}:{DIGITS}", PERIOD, amount, limit, 0, span, offset)
 
 
-def make_breaker(amount: int = 1, limit: int = 10, span: int = 300_000, key: str = "breaker") -> Take:
+def make_breaker(
+    amount: int = 1, limit: int = 10, span: int = 300_000, key: str = "breaker"
+) -> Take:
     return Take(f"{key}:{DIGITS}", BREAKER, amount, limit, 0, span)
 
 
@@ -49,7 +62,9 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_bucket(7)], NOON + 4), [(True, True, 0, 0)]),
         (Asked([make_bucket(10)], NOON + 1_000), [(True, True, 0, 0)]),
     ],
-    "what is larger than a bucket never fits": [(Asked([make_bucket(11)], NOON), [(False, False, 10, FOREVER)])],
+    "what is larger than a bucket never fits": [
+        (Asked([make_bucket(11)], NOON), [(False, False, 10, FOREVER)])
+    ],
     "a period ends by the calendar": [
         (Asked([make_period(10)], NOON + 299_999), [(True, True, 0, 0)]),
         (Asked([make_period(1)], NOON + 299_999), [(False, False, 0, 1)]),
@@ -59,12 +74,21 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
     "a week begins on Sunday": [
         (Asked([make_period(4, span=WEEK, offset=SUNDAY)], NOON), [(True, True, 6, 0)]),
         (Asked([make_period(7, span=WEEK, offset=SUNDAY)], NOON), [(False, False, 6, 216_000_000)]),
-        (Asked([make_period(7, span=WEEK, offset=SUNDAY)], NOON + 216_000_000), [(True, True, 3, 0)]),
+        (
+            Asked([make_period(7, span=WEEK, offset=SUNDAY)], NOON + 216_000_000),
+            [(True, True, 3, 0)],
+        ),
     ],
     "all of a request is taken, or nothing": [
         (Asked([make_bucket(4), make_period(4)], NOON), [(True, True, 6, 0), (True, True, 6, 0)]),
-        (Asked([make_bucket(4), make_period(7)], NOON), [(False, True, 6, 0), (False, False, 6, 300_000)]),
-        (Asked([make_bucket(7), make_period(4)], NOON), [(False, False, 6, 1), (False, True, 6, 0)]),
+        (
+            Asked([make_bucket(4), make_period(7)], NOON),
+            [(False, True, 6, 0), (False, False, 6, 300_000)],
+        ),
+        (
+            Asked([make_bucket(7), make_period(4)], NOON),
+            [(False, False, 6, 1), (False, True, 6, 0)],
+        ),
         (Asked([make_bucket(6), make_period(6)], NOON), [(True, True, 0, 0), (True, True, 0, 0)]),
     ],
     "a breaker opens with the request that reaches its rate, and closes by itself": [
@@ -84,8 +108,14 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
     ],
     "an open breaker takes nothing from others, and opens although another has no room": [
         (Asked([make_bucket(10)], NOON), [(True, True, 0, 0)]),
-        (Asked([make_bucket(1), make_breaker(10)], NOON), [(False, False, 0, 1), (False, False, 0, 300_000)]),
-        (Asked([make_bucket(1), make_breaker(1)], NOON + 5), [(False, True, 5, 0), (False, False, 0, 299_995)]),
+        (
+            Asked([make_bucket(1), make_breaker(10)], NOON),
+            [(False, False, 0, 1), (False, False, 0, 300_000)],
+        ),
+        (
+            Asked([make_bucket(1), make_breaker(1)], NOON + 5),
+            [(False, True, 5, 0), (False, False, 0, 299_995)],
+        ),
         (Asked([make_bucket(5)], NOON + 5), [(True, True, 0, 0)]),
     ],
     "what was taken too much comes back, and what was too little is missing, also below zero": [
@@ -133,7 +163,10 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_breaker(1)], NOON + 60_000), [(False, False, 0, 300_000)]),
     ],
     "a clock that is set back gives nothing twice": [
-        (Asked([make_bucket(10), make_period(10), make_breaker(9)], NOON), [(True, True, 0, 0)] * 2 + [(True, True, 1, 0)]),
+        (
+            Asked([make_bucket(10), make_period(10), make_breaker(9)], NOON),
+            [(True, True, 0, 0)] * 2 + [(True, True, 1, 0)],
+        ),
         (Asked([make_bucket(1)], NOON - 5), [(False, False, 0, 1)]),
         (Asked([make_bucket(1)], NOON - 4), [(True, True, 0, 0)]),
         (Asked([make_period(1)], NOON - 1), [(False, False, 0, 300_001)]),
@@ -145,9 +178,18 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_bucket(1, limit=5)], NOON), [(True, True, 4, 0)]),
     ],
     "the largest amounts are exact": [
-        (Asked([make_bucket(1, limit=3 * 10**15, rate=7)], NOON), [(True, True, 3 * 10**15 - 1, 0)]),
-        (Asked([make_bucket(3 * 10**15 - 1, limit=3 * 10**15, rate=7)], NOON), [(True, True, 0, 0)]),
-        (Asked([make_bucket(3 * 10**15, limit=3 * 10**15, rate=7)], NOON), [(False, False, 0, 428_571_428_571_429)]),
+        (
+            Asked([make_bucket(1, limit=3 * 10**15, rate=7)], NOON),
+            [(True, True, 3 * 10**15 - 1, 0)],
+        ),
+        (
+            Asked([make_bucket(3 * 10**15 - 1, limit=3 * 10**15, rate=7)], NOON),
+            [(True, True, 0, 0)],
+        ),
+        (
+            Asked([make_bucket(3 * 10**15, limit=3 * 10**15, rate=7)], NOON),
+            [(False, False, 0, 428_571_428_571_429)],
+        ),
         (Asked([make_period(10**15 - 1, limit=10**15)], NOON), [(True, True, 1, 0)]),
         (Asked([make_period(1, limit=10**15)], NOON), [(True, True, 0, 0)]),
     ],
@@ -162,11 +204,19 @@ class Bucket:
 
     def look(self, take: Take, now: int) -> tuple[bool, int, int]:
         if self._time:
-            self._level = min(Fraction(take.limit), self._level + take.rate * max(0, now - self._time))
+            self._level = min(
+                Fraction(take.limit), self._level + take.rate * max(0, now - self._time)
+            )
         self._time = now
         left, fits = int(self._level), self._level >= take.amount
-        wait = next((ms for ms in range(100_000) if self._level + ms * take.rate >= take.amount), None)
-        return fits, left, 0 if fits else FOREVER if take.amount > take.limit or wait is None else wait
+        wait = next(
+            (ms for ms in range(100_000) if self._level + ms * take.rate >= take.amount), None
+        )
+        return (
+            fits,
+            left,
+            0 if fits else FOREVER if take.amount > take.limit or wait is None else wait,
+        )
 
     def take(self, amount: int) -> None:
         self._level -= amount
@@ -237,10 +287,17 @@ class Breaker:
             self._spent[minute] = max(0, self._spent.get(minute, 0) - take.amount)
 
 
-MODELS: Final[dict[int, type[Bucket | Period | Breaker]]] = {BUCKET: Bucket, PERIOD: Period, BREAKER: Breaker}
+MODELS: Final[dict[int, type[Bucket | Period | Breaker]]] = {
+    BUCKET: Bucket,
+    PERIOD: Period,
+    BREAKER: Breaker,
+}
 
 _BUDGETS = [
-    *[make_bucket(0, limit, rate, f"bucket{place}") for place, (limit, rate) in enumerate([(10, 1), (50, 3)])],
+    *[
+        make_bucket(0, limit, rate, f"bucket{place}")
+        for place, (limit, rate) in enumerate([(10, 1), (50, 3)])
+    ],
     *[make_period(0, 40, span, f"period{span}") for span in (300_000, 3_600_000, 86_400_000)],
     make_period(0, 60, WEEK, "week", SUNDAY),
     make_breaker(0, 30, 120_000),
@@ -268,8 +325,15 @@ class Sent(NamedTuple):
 REQUESTS: Final = st.lists(
     st.builds(
         Sent,
-        st.one_of(st.integers(0, 5), st.sampled_from([50, 30_000, 59_999, 60_000, 299_999, 3_600_000, 86_400_000])),
-        st.lists(st.tuples(st.integers(0, len(_BUDGETS) - 1), st.integers(0, 20)), min_size=1, unique_by=lambda pair: pair[0]),
+        st.one_of(
+            st.integers(0, 5),
+            st.sampled_from([50, 30_000, 59_999, 60_000, 299_999, 3_600_000, 86_400_000]),
+        ),
+        st.lists(
+            st.tuples(st.integers(0, len(_BUDGETS) - 1), st.integers(0, 20)),
+            min_size=1,
+            unique_by=lambda pair: pair[0],
+        ),
         st.none() | st.integers(0, 6),
         st.none() | st.integers(0, 6),
         st.integers(-15, 15),
@@ -278,9 +342,15 @@ REQUESTS: Final = st.lists(
 )
 
 
-def list_asked(sent: Sequence[Sent], answers: list[list[Taken]], place: int, now: int) -> list[Take]:
+def list_asked(
+    sent: Sequence[Sent], answers: list[list[Taken]], place: int, now: int
+) -> list[Take]:
     """The settlements that are due before a request."""
-    due = [number for number in range(place) if place - number - 1 in (sent[number].late, sent[number].again)]
+    due = [
+        number
+        for number in range(place)
+        if place - number - 1 in (sent[number].late, sent[number].again)
+    ]
     return [
         _BUDGETS[budget].settle(min(sent[number].wrong, cost), taken.start, f"{number}.{budget}")
         for number in due
@@ -319,7 +389,10 @@ class Model:
         ]
 
     def settle(self, asked: Take, now: int) -> bool:
-        """Settle a request. Returns whether it changed anything: a recent settlement is not repeated."""
+        """Settle a request.
+
+        Returns whether it changed anything: a recent settlement is not repeated.
+        """
         if now - self._settled.get(asked.marker, -MARKED_MS) < MARKED_MS:
             return False
         self._settled[asked.marker] = now
@@ -328,7 +401,12 @@ class Model:
 
 
 def ask_store(store: Driver, takes: Sequence[Take], now: int | None) -> list[Taken]:
-    named = [replace(take, key=store.name(take.key), marker=store.name(take.marker) if take.marker else "") for take in takes]
+    named = [
+        replace(
+            take, key=store.name(take.key), marker=store.name(take.marker) if take.marker else ""
+        )
+        for take in takes
+    ]
     return list(store.settled(lambda on: on.hit(named, now)))
 
 

@@ -23,16 +23,21 @@ PAST = "2026-05-31T23:59:59Z"
 FUTURE = "2026-06-01T00:00:01Z"
 
 
-SHAPES = 'must be a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
+SHAPES = (
+    'must be a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
+)
 
 
 LIMIT_KEY = (
-    "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address', "
+    "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and "
+    "'-'), 'ip:address', "
     "'credential' or 'body:/<JSON Pointer>'"
 )
 
 
-HOST = "it must be a host name such as 'api.example.com' (wildcards are not supported: list each host)"
+HOST = (
+    "it must be a host name such as 'api.example.com' (wildcards are not supported: list each host)"
+)
 
 
 TIME = "must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'"
@@ -69,11 +74,19 @@ RULE: dict[str, Any] = {
 RULE_KEYS = ("name", "limit_keys", "algorithm", "algorithm_config", "reject_status", "match")
 
 
-BREAKER_KEYS = ("enabled", "spend_rate_threshold_per_minute", "action", "auto_reset_after_minutes", "alert")
+BREAKER_KEYS = (
+    "enabled",
+    "spend_rate_threshold_per_minute",
+    "action",
+    "auto_reset_after_minutes",
+    "alert",
+)
 
 
 _REJECT = [{"threshold_percent": 100, "action": "reject"}]
-_LAST = 'must contain {"threshold_percent": 100, "action": "reject"}: without it, the budget has no end'
+_LAST = (
+    'must contain {"threshold_percent": 100, "action": "reject"}: without it, the budget has no end'
+)
 _OF = "/spec/rules/0/algorithm_config"
 
 
@@ -86,7 +99,12 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "rules",
         [{"name": "r", "algorithm": "leaky", "algorithm_config": {}}],
-        [("/spec/rules/0/algorithm", "algorithm must be one of token_bucket, cost_based, token_bucket_llm")],
+        [
+            (
+                "/spec/rules/0/algorithm",
+                "algorithm must be one of token_bucket, cost_based, token_bucket_llm",
+            )
+        ],
     ),
     (
         "rules",
@@ -95,14 +113,23 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
             (
                 "/spec/rules/1/name",
                 (
-                    "duplicate name 'r', also at rules/0; the rules of a policy need names of their own, or they would share a "
+                    "duplicate name 'r', also at rules/0; the rules of a policy need names of "
+                    "their own, or they would share a "
                     "budget"
                 ),
             )
         ],
     ),
-    ("rules", [RULE | {"name": "a\nb"}], [("/spec/rules/0/name", "name must have no control characters")]),
-    ("rules", _configured("token_bucket", burst=1), [(_OF, "tokens_per_second or rps is required")]),
+    (
+        "rules",
+        [RULE | {"name": "a\nb"}],
+        [("/spec/rules/0/name", "name must have no control characters")],
+    ),
+    (
+        "rules",
+        _configured("token_bucket", burst=1),
+        [(_OF, "tokens_per_second or rps is required")],
+    ),
     (
         "rules",
         _configured("token_bucket", rps=5, burst=2),
@@ -110,28 +137,51 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
     ),
     (
         "rules",
-        _configured("token_bucket", algorithm="cost_based", tokens_per_second=0, burst=1e300, cost_source="body:/a"),
+        _configured(
+            "token_bucket",
+            algorithm="cost_based",
+            tokens_per_second=0,
+            burst=1e300,
+            cost_source="body:/a",
+        ),
         [
             (f"{_OF}/algorithm", "algorithm must be token_bucket"),
             (f"{_OF}/tokens_per_second", "tokens_per_second must be >= 0.001"),
             (f"{_OF}/burst", "burst must be <= 1000000000, not 1e+300"),
-            (f"{_OF}/cost_source", "cost_source must be 'fixed', 'header:<name>' or 'query:<name>'"),
+            (
+                f"{_OF}/cost_source",
+                "cost_source must be 'fixed', 'header:<name>' or 'query:<name>'",
+            ),
         ],
     ),
     (
         "rules",
         _configured("token_bucket", tokens_per_second=2, rps=1, burst=2),
-        [(f"{_OF}/rps", "rps is another name for tokens_per_second, but has another value; leave one out")],
+        [
+            (
+                f"{_OF}/rps",
+                "rps is another name for tokens_per_second, but has another value; leave one out",
+            )
+        ],
     ),
     (
         "rules",
         _configured("token_bucket", rps=1, burst=2, reject_status=400),
         [(f"{_OF}/reject_status", "unknown key; reject_status belongs in the rule itself")],
     ),
-    ("rules", _configured("token_bucket_llm"), [(f"{_OF}/tokens_per_minute", "tokens_per_minute is required")]),
     (
         "rules",
-        _configured("token_bucket_llm", tokens_per_minute=10, burst_tokens=9, token_source={"estimator": "x"}),
+        _configured("token_bucket_llm"),
+        [(f"{_OF}/tokens_per_minute", "tokens_per_minute is required")],
+    ),
+    (
+        "rules",
+        _configured(
+            "token_bucket_llm",
+            tokens_per_minute=10,
+            burst_tokens=9,
+            token_source={"estimator": "x"},
+        ),
         [
             (f"{_OF}/burst_tokens", "burst_tokens must be >= tokens_per_minute, which is 10"),
             (f"{_OF}/token_source/estimator", "estimator must be one of simple_word, header_hint"),
@@ -146,7 +196,8 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
             (
                 f"{_OF}/cost_key",
                 (
-                    "cost_key must be 'fixed', 'header:<name>', 'query:<name>', 'usage:tokens', 'usage:input', 'usage:output' "
+                    "cost_key must be 'fixed', 'header:<name>', 'query:<name>', 'usage:tokens', "
+                    "'usage:input', 'usage:output' "
                     "or 'usage:dollars'"
                 ),
             ),
@@ -167,7 +218,10 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
         ),
         [
             (f"{_OF}/staged_actions/0", "throttle needs delay_ms, in milliseconds"),
-            (f"{_OF}/staged_actions/1/threshold_percent", "duplicate threshold 80, also at staged_actions/0"),
+            (
+                f"{_OF}/staged_actions/1/threshold_percent",
+                "duplicate threshold 80, also at staged_actions/0",
+            ),
             (f"{_OF}/staged_actions/1/delay_ms", "delay_ms belongs to the action throttle"),
             (f"{_OF}/staged_actions", f"staged_actions {_LAST}"),
             (f"{_OF}/unknown_model", "unknown_model belongs to cost_key usage:dollars"),
@@ -177,8 +231,14 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
         "rules",
         [RULE | {"match": {"body:/x": "1", "jwt:plan": ["x"], "header:x-a": True}}],
         [
-            ("/spec/rules/0/match/body:~1x", "body:/x must not be in the body: rules are chosen before the body arrives"),
-            ("/spec/rules/0/match/jwt:plan", "jwt:plan must be a string, a number or a boolean, and not empty"),
+            (
+                "/spec/rules/0/match/body:~1x",
+                "body:/x must not be in the body: rules are chosen before the body arrives",
+            ),
+            (
+                "/spec/rules/0/match/jwt:plan",
+                "jwt:plan must be a string, a number or a boolean, and not empty",
+            ),
         ],
     ),
 ]
@@ -206,7 +266,9 @@ def loop(**changes: object) -> dict[str, Any]:
     """A valid policy with keys of loop_detection replaced; `...` removes a key."""
     made = spec()
     detection = made["spec"]["loop_detection"] | changes
-    made["spec"]["loop_detection"] = {key: value for key, value in detection.items() if value is not ...}
+    made["spec"]["loop_detection"] = {
+        key: value for key, value in detection.items() if value is not ...
+    }
     return made
 
 
@@ -216,9 +278,15 @@ def entries(*changes: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check(*documents: object, **named: object) -> PolicySet:
-    """Load documents from files called `0`, `1`, ... and those named. Bytes are written as they are, all else as JSON."""
+    """Load documents from files called `0`, `1`, ... and those named.
+
+    Bytes are written as they are, all else as JSON.
+    """
     files = {str(number): document for number, document in enumerate(documents)} | named
-    return parse({name: d if isinstance(d, bytes) else json.dumps(d).encode() for name, d in files.items()}, NOW)
+    return parse(
+        {name: d if isinstance(d, bytes) else json.dumps(d).encode() for name, d in files.items()},
+        NOW,
+    )
 
 
 def refused(*documents: object) -> list[BundleError]:
@@ -297,10 +365,15 @@ NAME = "name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"
 POINTER = "it must be a JSON Pointer, such as '/metadata/request_id' or '/messages/*/id'"
 
 
-BODY_KEY = "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'"
+BODY_KEY = (
+    "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'"
+)
 
 
-BYPASSES_ALL = "needs at least one of header, pathExact, pathPrefix, methods, but has nothing; it would bypass everything"
+BYPASSES_ALL = (
+    "needs at least one of header, pathExact, pathPrefix, methods, but has nothing; it "
+    "would bypass everything"
+)
 
 
 ANCHORS = "needs at least one of apis, pathExact, pathPrefix and routes"
@@ -312,27 +385,42 @@ def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
 
 def milder(name: str, action: str) -> tuple[str, str]:
     order = "in the order warn, steer, throttle, land, reject"
-    return f"/escalate/{name}", f"{name} is milder than the action, {action}; escalate takes stricter ones, {order}"
+    return (
+        f"/escalate/{name}",
+        f"{name} is milder than the action, {action}; escalate takes stricter ones, {order}",
+    )
 
 
 def never(place: str, threshold: int, window: int) -> tuple[str, str]:
-    message = f"a threshold of {threshold} is never reached among the last {window} calls; raise window_calls or lower it"
+    message = (
+        f"a threshold of {threshold} is never reached among the last {window} calls; raise "
+        "window_calls or lower it"
+    )
     return place, message
 
 
-def one_of(key: str, values: Iterable[object], message: str, **more: object) -> list[tuple[dict[str, object], Errors]]:
+def one_of(
+    key: str, values: Iterable[object], message: str, **more: object
+) -> list[tuple[dict[str, object], Errors]]:
     """One case for each invalid value of a key, all with the same error."""
     return [({key: value, **more}, [(f"/{key}", message)]) for value in values]
 
 
 # keys replaced in a good entry; errors, with pointers below the entry
 ENTRIES: list[tuple[dict[str, object], Errors]] = [
-    *(entry for name, value, message in LOOP_FIELDS for entry in one_of(name, [value], f"{name} {message}")),
+    *(
+        entry
+        for name, value, message in LOOP_FIELDS
+        for entry in one_of(name, [value], f"{name} {message}")
+    ),
     # Types and ranges of what belongs to one similarity, or to none.
     *one_of("name", ("", "a b", "a:b", "a\n", "a" * 129), NAME),
     ({"name": 5}, [("/name", "name must be a string")]),
     ({"max_inspect_bytes": 0}, [("/max_inspect_bytes", "max_inspect_bytes must be >= 1")]),
-    ({"max_inspect_bytes": 2**24 + 1}, [("/max_inspect_bytes", "max_inspect_bytes must be <= 16777216")]),
+    (
+        {"max_inspect_bytes": 2**24 + 1},
+        [("/max_inspect_bytes", "max_inspect_bytes must be <= 16777216")],
+    ),
     *one_of("max_inspect_bytes", ("1", 1.0, True), "max_inspect_bytes must be an integer"),
     (CANONICAL | {"ignore_fields": "/id"}, [("/ignore_fields", "ignore_fields must be an array")]),
     (
@@ -357,7 +445,10 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         ],
     ),
     (CALLS | {"window_calls": 2.5}, [("/window_calls", "window_calls must be an integer")]),
-    (CALLS | {"reset_on_user_message": "no"}, [("/reset_on_user_message", "reset_on_user_message must be a boolean")]),
+    (
+        CALLS | {"reset_on_user_message": "no"},
+        [("/reset_on_user_message", "reset_on_user_message must be a boolean")],
+    ),
     (CALLS | {"compare_results": 0}, [("/compare_results", "compare_results must be a boolean")]),
     (TURNS | {"weak_threshold": 15}, [("/weak_threshold", "weak_threshold must be <= 14")]),
     (TURNS | {"weak_threshold": 1}, [("/weak_threshold", "weak_threshold must be >= 2")]),
@@ -376,7 +467,13 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (CALLS | {"max_cycle": None}, [("/max_cycle", "max_cycle must be an integer")]),
     (CALLS | {"tools": []}, [("/tools", "tools must be an object")]),
     (
-        CALLS | {"tools": {"a/b~": 5, "f*": {"threshold": 1, "window_calls": 201, "reason": 5, "allow": "x"}}},
+        CALLS
+        | {
+            "tools": {
+                "a/b~": 5,
+                "f*": {"threshold": 1, "window_calls": 201, "reason": 5, "allow": "x"},
+            }
+        },
         [
             ("/tools/a~1b~0", an_object("a/b~", *TOOL_KEYS)),
             ("/tools/f*/threshold", "threshold must be >= 2"),
@@ -398,20 +495,39 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ({"ignore_fields": []}, [belongs("ignore_fields", "canonical", "exact")]),
     ({"similarity": "exact", "tail_messages": 3}, [belongs("tail_messages", "tail", "exact")]),
     (
-        TAIL | {"window_calls": 5, "tools": {}, "max_cycle": 2, "compare_results": True, "reset_on_user_message": True},
+        TAIL
+        | {
+            "window_calls": 5,
+            "tools": {},
+            "max_cycle": 2,
+            "compare_results": True,
+            "reset_on_user_message": True,
+        },
         [
             *(
                 belongs(key, owners, "tail")
-                for key, owners in (("tools", "tool_calls or turns or mcp"), ("max_cycle", "tool_calls or turns"))
+                for key, owners in (
+                    ("tools", "tool_calls or turns or mcp"),
+                    ("max_cycle", "tool_calls or turns"),
+                )
             ),
-            *(belongs(key, "tool_calls", "tail") for key in ("window_calls", "reset_on_user_message", "compare_results")),
+            *(
+                belongs(key, "tool_calls", "tail")
+                for key in ("window_calls", "reset_on_user_message", "compare_results")
+            ),
         ],
     ),
     (
         CALLS | {"tail_messages": 3, "ignore_fields": ["/x"]},
-        [belongs("ignore_fields", "canonical", "tool_calls"), belongs("tail_messages", "tail", "tool_calls")],
+        [
+            belongs("ignore_fields", "canonical", "tool_calls"),
+            belongs("tail_messages", "tail", "tool_calls"),
+        ],
     ),
-    (CANONICAL | {"enabled": False, "max_cycle": 1}, [belongs("max_cycle", "tool_calls or turns", "canonical")]),
+    (
+        CANONICAL | {"enabled": False, "max_cycle": 1},
+        [belongs("max_cycle", "tool_calls or turns", "canonical")],
+    ),
     (
         {"similarity": "nearly", "tools": {}},
         [("/similarity", f"similarity must be one of {', '.join(KINDS)}")],
@@ -432,11 +548,23 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ),
     (
         MCP | {"refuse_as": "completion"},
-        [("/refuse_as", "refuse_as must not be completion with similarity mcp, whose refusals are answers already")],
+        [
+            (
+                "/refuse_as",
+                (
+                    "refuse_as must not be completion with similarity mcp, whose refusals are "
+                    "answers "
+                    "already"
+                ),
+            )
+        ],
     ),
     # What has to be given, and thresholds that no window reaches.
     *(
-        (TAIL | {"window_seconds": missing}, [("", "when enabled is true, window_seconds is required")])
+        (
+            TAIL | {"window_seconds": missing},
+            [("", "when enabled is true, window_seconds is required")],
+        )
         for missing in (None, ...)
     ),
     *(
@@ -446,8 +574,14 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         )
         for missing in (None, ...)
     ),
-    (CALLS | {"threshold_identical_requests": 11}, [never("/threshold_identical_requests", 11, 10)]),
-    (CALLS | {"threshold_identical_requests": 5, "window_calls": 4}, [never("/threshold_identical_requests", 5, 4)]),
+    (
+        CALLS | {"threshold_identical_requests": 11},
+        [never("/threshold_identical_requests", 11, 10)],
+    ),
+    (
+        CALLS | {"threshold_identical_requests": 5, "window_calls": 4},
+        [never("/threshold_identical_requests", 5, 4)],
+    ),
     (
         CALLS
         | {
@@ -462,13 +596,24 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         [never("/tools/above", 11, 10), never("/tools/short", 3, 2)],
     ),
     # What does not fit into the turns that are looked at.
-    (TURNS | {"normalize_results": 1}, [("/normalize_results", "normalize_results must be a boolean")]),
-    (TURNS | {"ignore_arguments": "thought"}, [("/ignore_arguments", "ignore_arguments must be an array")]),
+    (
+        TURNS | {"normalize_results": 1},
+        [("/normalize_results", "normalize_results must be a boolean")],
+    ),
+    (
+        TURNS | {"ignore_arguments": "thought"},
+        [("/ignore_arguments", "ignore_arguments must be an array")],
+    ),
     (CALLS | {"ignore_arguments": []}, [belongs("ignore_arguments", "turns", "tool_calls")]),
     (TURNS | {"window_calls": 9}, [belongs("window_calls", "tool_calls", "turns")]),
     (
         TURNS | {"threshold_identical_requests": 9},
-        [("/threshold_identical_requests", "threshold_identical_requests must be <= 8 with similarity turns")],
+        [
+            (
+                "/threshold_identical_requests",
+                "threshold_identical_requests must be <= 8 with similarity turns",
+            )
+        ],
     ),
     (
         TURNS | {"tools": {"f": {"threshold": 31, "window_calls": 9}, "g": {"threshold": 30}}},
@@ -479,12 +624,24 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ),
     # Calls are counted one by one.
     (MCP | {"max_cycle": 3}, [belongs("max_cycle", "tool_calls or turns", "mcp")]),
-    (MCP | {"tools": {"f": {"window_calls": 9}}}, [("/tools/f/window_calls", "window_calls belongs to similarity tool_calls")]),
+    (
+        MCP | {"tools": {"f": {"window_calls": 9}}},
+        [("/tools/f/window_calls", "window_calls belongs to similarity tool_calls")],
+    ),
     # What follows later is stricter.
-    ({"action": "warn", "escalate": {"warn": 4}}, [("/escalate/warn", unknown("steer", "throttle", "land", "reject"))]),
-    ({"action": "warn", "escalate": 5}, [("/escalate", an_object("escalate", "steer", "throttle", "land", "reject"))]),
+    (
+        {"action": "warn", "escalate": {"warn": 4}},
+        [("/escalate/warn", unknown("steer", "throttle", "land", "reject"))],
+    ),
+    (
+        {"action": "warn", "escalate": 5},
+        [("/escalate", an_object("escalate", "steer", "throttle", "land", "reject"))],
+    ),
     ({"action": "warn", "escalate": {"reject": 1}}, [("/escalate/reject", "reject must be >= 2")]),
-    ({"action": "warn", "escalate": {"reject": "5"}}, [("/escalate/reject", "reject must be an integer")]),
+    (
+        {"action": "warn", "escalate": {"reject": "5"}},
+        [("/escalate/reject", "reject must be an integer")],
+    ),
     (
         STEER | {"escalate": {"steer": 4, "reject": 5}},
         [("/escalate/steer", "steer is already the action, from 3 on; remove one of them")],
@@ -493,7 +650,12 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ({"escalate": {"throttle": 2, "reject": 5}}, [milder("throttle", "reject"), ALREADY]),
     (
         STEER | {"escalate": {"throttle": 7, "reject": 5}},
-        [("/escalate/reject", "reject must have a higher threshold than throttle, which begins at 7")],
+        [
+            (
+                "/escalate/reject",
+                "reject must have a higher threshold than throttle, which begins at 7",
+            )
+        ],
     ),
     (
         STEER | {"escalate": {"reject": 3}},
@@ -508,13 +670,29 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
         [("/escalate/reject", "reject must be <= 8 with similarity turns")],
     ),
     (
-        TURNS | STEER | {"escalate": {"reject": 5}, "tools": {"f": {"threshold": 28}, "g": {"threshold": 29}}},
-        [("/escalate/reject", f"{FITS}; to permit a tool more, set allow; escalate raises /tools/g/threshold by 2")],
+        TURNS
+        | STEER
+        | {"escalate": {"reject": 5}, "tools": {"f": {"threshold": 28}, "g": {"threshold": 29}}},
+        [
+            (
+                "/escalate/reject",
+                (
+                    f"{FITS}; to permit a tool more, set allow; escalate raises "
+                    "/tools/g/threshold by "
+                    "2"
+                ),
+            )
+        ],
     ),
     (CALLS | STEER | {"escalate": {"reject": 11}}, [never("/escalate/reject", 11, 10)]),
     (
         STEER | {"window_type": "sliding_log", "escalate": {"reject": 10_001}},
-        [("/escalate/reject", "reject must be <= 10000 with window_type sliding_log: each request is stored")],
+        [
+            (
+                "/escalate/reject",
+                "reject must be <= 10000 with window_type sliding_log: each request is stored",
+            )
+        ],
     ),
     # Unknown keys: what was meant, or where it belongs.
     ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
@@ -525,7 +703,19 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     ({"pathPrefix": "/"}, [("/pathPrefix", "unknown key; pathPrefix belongs in spec/selector")]),
     ({"zzz": 1}, [("/zzz", ANNOTATION)]),
     (
-        CALLS | {"tools": {"tools": {"thresold": 3, "action": "warn", "window": 1, "limit_keys": [], "header": "x", "zzz": 1}}},
+        CALLS
+        | {
+            "tools": {
+                "tools": {
+                    "thresold": 3,
+                    "action": "warn",
+                    "window": 1,
+                    "limit_keys": [],
+                    "header": "x",
+                    "zzz": 1,
+                }
+            }
+        },
         [
             ("/tools/tools/thresold", "unknown key; did you mean threshold?"),
             ("/tools/tools/action", "unknown key; action belongs in spec/loop_detection"),
@@ -535,14 +725,21 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
             ("/tools/tools/zzz", unknown(*TOOL_KEYS)),
         ],
     ),
-    (CALLS | {"tools": {"x-a": 5}}, [("/tools/x-a", an_object("x-a", *TOOL_KEYS))]),  # no annotation: any name may be a tool's
+    (
+        CALLS | {"tools": {"x-a": 5}},
+        [("/tools/x-a", an_object("x-a", *TOOL_KEYS))],
+    ),  # no annotation: any name may be a tool's
 ]
 
 
 SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("selector", 5, [("/spec/selector", an_object("selector", *SELECTOR_KEYS))]),
     ("selector", {}, in_spec("selector", f"{ANCHORS}, but has nothing")),
-    ("selector", {"hosts": ["a"], "methods": ["GET"]}, in_spec("selector", f"{ANCHORS}, but has only hosts and methods")),
+    (
+        "selector",
+        {"hosts": ["a"], "methods": ["GET"]},
+        in_spec("selector", f"{ANCHORS}, but has only hosts and methods"),
+    ),
     ("selector", {"pathExact": None, "x-a": 1}, in_spec("selector", f"{ANCHORS}, but has nothing")),
     ("selector", {"pathExact": "v1"}, in_spec("selector/pathExact", "must start with '/'")),
     ("selector", {"pathPrefix": ""}, in_spec("selector/pathPrefix", "must start with '/'")),
@@ -550,7 +747,10 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "selector",
         {"pathExact": "/a?b"},
-        in_spec("selector/pathExact", "must be a path alone, without '?' or '#': the query is part of every fingerprint"),
+        in_spec(
+            "selector/pathExact",
+            "must be a path alone, without '?' or '#': the query is part of every fingerprint",
+        ),
     ),
     (
         "selector",
@@ -570,10 +770,21 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("mode", "dry", in_spec("mode", "must be one of enforce, shadow")),
     ("enforce_percent", 0, in_spec("enforce_percent", "must be >= 1")),
     ("enforce_percent", 101, in_spec("enforce_percent", "must be <= 100")),
-    *(("enforce_percent", value, in_spec("enforce_percent", "must be an integer")) for value in ("25", 25.0, True)),
-    ("enforce_percentage", 25, [("/spec/enforce_percentage", "unknown key; did you mean enforce_percent?")]),
+    *(
+        ("enforce_percent", value, in_spec("enforce_percent", "must be an integer"))
+        for value in ("25", 25.0, True)
+    ),
+    (
+        "enforce_percentage",
+        25,
+        [("/spec/enforce_percentage", "unknown key; did you mean enforce_percent?")],
+    ),
     ("ramp_by", "jwt:org", in_spec("ramp_by", "must be an array")),
-    ("ramp_by", [], in_spec("ramp_by", "must not be an empty array; leave it out for the policy's limit_keys")),
+    (
+        "ramp_by",
+        [],
+        in_spec("ramp_by", "must not be an empty array; leave it out for the policy's limit_keys"),
+    ),
     (
         "ramp_by",
         ["x-user", "header:x-user", "body:/user", "body:user", 5],
@@ -587,14 +798,26 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
             ("/spec/ramp_by/4", "it must be a string"),
         ],
     ),
-    ("ramp_seed", "a b", in_spec("ramp_seed", "must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")),
+    (
+        "ramp_seed",
+        "a b",
+        in_spec("ramp_seed", "must be 1 to 128 of the characters A-Z a-z 0-9 _ . -"),
+    ),
     ("keep_counts", 1, in_spec("keep_counts", "must be a boolean")),
-    ("missing_descriptor", "x", in_spec("missing_descriptor", "must be one of require_one, skip, share")),
+    (
+        "missing_descriptor",
+        "x",
+        in_spec("missing_descriptor", "must be one of require_one, skip, share"),
+    ),
     ("limit_keys", "jwt:org", in_spec("limit_keys", "must be an array")),
     (
         "limit_keys",
         ["jwt:", "ip:peer", 5],
-        [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
+        [
+            ("/spec/limit_keys/0", LIMIT_KEY),
+            ("/spec/limit_keys/1", LIMIT_KEY),
+            ("/spec/limit_keys/2", "it must be a string"),
+        ],
     ),
     (
         "session",
@@ -602,7 +825,14 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         [
             (
                 "/spec/session",
-                an_object("session", "keys", "idle_seconds", "max_sessions_per_tenant", "agent_keys", "parent_keys"),
+                an_object(
+                    "session",
+                    "keys",
+                    "idle_seconds",
+                    "max_sessions_per_tenant",
+                    "agent_keys",
+                    "parent_keys",
+                ),
             )
         ],
     ),
@@ -613,7 +843,10 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
             ("/spec/session/keys/0", LIMIT_KEY),
             (
                 "/spec/session/keys/1",
-                "it must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'",
+                (
+                    "it must be 'body:' and a JSON Pointer, such as 'body:/model' or "
+                    "'body:/metadata/session_id'"
+                ),
             ),
             ("/spec/session/idle_seconds", "idle_seconds must be a positive integer"),
             ("/spec/session/idle", "unknown key; did you mean idle_seconds?"),
@@ -622,7 +855,10 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "session",
         {"keys": []},
-        in_spec("session/keys", "must not be an empty array; leave it out for the headers that agents send anyway"),
+        in_spec(
+            "session/keys",
+            "must not be an empty array; leave it out for the headers that agents send anyway",
+        ),
     ),
     ("loop_detection", [], in_spec("loop_detection", "must not be an empty array; leave it out")),
     ("loop_detection", "on", in_spec("loop_detection", "must be an object or an array of objects")),
@@ -634,7 +870,10 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "limit_keys",
         ["body:", "body:model", "body:/a~", "body:/a~2", "Body:/a", "body:/a~0~1/0", "body:/"],
-        [*((f"/spec/limit_keys/{number}", BODY_KEY) for number in range(4)), ("/spec/limit_keys/4", LIMIT_KEY)],
+        [
+            *((f"/spec/limit_keys/{number}", BODY_KEY) for number in range(4)),
+            ("/spec/limit_keys/4", LIMIT_KEY),
+        ],
     ),
     ("rules", [RULE | {"limit_keys": ["body:x"]}], [("/spec/rules/0/limit_keys/0", BODY_KEY)]),
     ("bypass", {}, in_spec("bypass", "must be an array")),
@@ -659,16 +898,26 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ],
         [
             *(
-                (f"/spec/bypass/{number}/header", "header must be the name of a header, such as 'x-health-check'")
+                (
+                    f"/spec/bypass/{number}/header",
+                    "header must be the name of a header, such as 'x-health-check'",
+                )
                 for number in range(3)
             ),
             ("/spec/bypass/3/header", "header must be a string"),
             ("/spec/bypass/4/pathPrefix", "pathPrefix must start with '/'"),
             (
                 "/spec/bypass/5/pathExact",
-                "pathExact must be a path alone, without '?' or '#': the query is part of every fingerprint",
+                (
+                    "pathExact must be a path alone, without '?' or '#': the query is part of "
+                    "every "
+                    "fingerprint"
+                ),
             ),
-            ("/spec/bypass/6/methods", "methods must not be an empty array; leave it out to match any"),
+            (
+                "/spec/bypass/6/methods",
+                "methods must not be an empty array; leave it out to match any",
+            ),
             ("/spec/bypass/7/methods/0", "it must be an HTTP method such as 'POST'"),
             ("/spec/bypass/7/methods/1", "it must be a string"),
             ("/spec/bypass/8/methods", "methods must be an array"),
@@ -678,7 +927,17 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         "bypass",
         [
             {"methods": ["GET"], name: 1}
-            for name in ("headers", "path", "pathPrefx", "selector", "hosts", "routes", "enabled", "threshold", "zzz")
+            for name in (
+                "headers",
+                "path",
+                "pathPrefx",
+                "selector",
+                "hosts",
+                "routes",
+                "enabled",
+                "threshold",
+                "zzz",
+            )
         ],
         [
             ("/spec/bypass/0/headers", "unknown key; did you mean header?"),
@@ -707,10 +966,21 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "fallback_limit",
         {**RULE, "limit_keys": ["x"], "any": 1},
-        [("/spec/fallback_limit/limit_keys/0", LIMIT_KEY), ("/spec/fallback_limit/any", unknown(*RULE_KEYS))],
+        [
+            ("/spec/fallback_limit/limit_keys/0", LIMIT_KEY),
+            ("/spec/fallback_limit/any", unknown(*RULE_KEYS)),
+        ],
     ),
-    ("circuit_breaker", 1, [("/spec/circuit_breaker", an_object("circuit_breaker", *BREAKER_KEYS))]),
-    ("circuit_breaker", {"enabled": True}, [("/spec/circuit_breaker", f"when enabled is true, {BREAKER_KEYS[1]} is required")]),
+    (
+        "circuit_breaker",
+        1,
+        [("/spec/circuit_breaker", an_object("circuit_breaker", *BREAKER_KEYS))],
+    ),
+    (
+        "circuit_breaker",
+        {"enabled": True},
+        [("/spec/circuit_breaker", f"when enabled is true, {BREAKER_KEYS[1]} is required")],
+    ),
     *RULE_FIELDS,
 ]
 
@@ -721,7 +991,10 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (b'{"id": "x",\n "spec"}', [("", "is not JSON: Expecting ':' delimiter at line 2, column 8")]),
     (b'{"id": "\xff"}', [("", "is not UTF-8 (byte 8)")]),
     (b'{"bundle_version": NaN, "policies": []}', [("", "is not JSON: NaN is not a JSON number")]),
-    (b'{"bundle_version": -Infinity, "policies": []}', [("", "is not JSON: -Infinity is not a JSON number")]),
+    (
+        b'{"bundle_version": -Infinity, "policies": []}',
+        [("", "is not JSON: -Infinity is not a JSON number")],
+    ),
     (b"[" * 100_000, [("", "is nested too deeply to be a policy file")]),
     (b'{"a":' * 100_000, [("", "is nested too deeply to be a policy file")]),
     (b"1" * 5000, [("", "has a number with thousands of digits")]),
@@ -736,7 +1009,10 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     ({"id": "p"}, [("/spec", "spec is required")]),
     ({"spec": good()["spec"]}, [("/id", "id is required")]),
     *(
-        ({**good(), "id": name}, [("/id", "id must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")])
+        (
+            {**good(), "id": name},
+            [("/id", "id must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")],
+        )
         for name in ("", "a b", "a" * 129)
     ),
     ({**good(), "id": "p\n"}, [("/id", "id must be 1 to 128 of the characters A-Z a-z 0-9 _ . -")]),
@@ -746,30 +1022,51 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     ({"policies": [good()]}, [("/bundle_version", "bundle_version is required")]),
     (
         {"bundle_version": 1, "polices": []},
-        [("/policies", "policies is required"), ("/polices", "unknown key; did you mean policies?")],
+        [
+            ("/policies", "policies is required"),
+            ("/polices", "unknown key; did you mean policies?"),
+        ],
     ),
     (bundle() | {"policies": None}, [("/policies", "policies must be an array")]),
     (bundle(bundle_version=0), [("/bundle_version", "bundle_version must be greater than 0")]),
     (bundle(bundle_version="1"), [("/bundle_version", "bundle_version must be a number")]),
     (bundle(bundle_version=True), [("/bundle_version", "bundle_version must be a number")]),
-    (b'{"bundle_version": 1e999, "policies": []}', [("/bundle_version", "bundle_version must be a finite number")]),
+    (
+        b'{"bundle_version": 1e999, "policies": []}',
+        [("/bundle_version", "bundle_version must be a finite number")],
+    ),
     (bundle(kill_switches={}), [("/kill_switches", "kill_switches must be an array")]),
-    *((bundle(issued_at=time), [("/issued_at", f"issued_at {TIME}")]) for time in ("yesterday", "2026-06-01T00:00:00", 1)),
+    *(
+        (bundle(issued_at=time), [("/issued_at", f"issued_at {TIME}")])
+        for time in ("yesterday", "2026-06-01T00:00:00", 1)
+    ),
     (bundle(expires_at=PAST), [("/expires_at", f"the bundle {EXPIRED}")]),
     (
         bundle(expires_at="2026-06-01T00:00:00Z"),
         [("/expires_at", f"the bundle {EXPIRED.replace('05-31T23:59:59', '06-01T00:00:00')}")],
     ),
     (bundle(expires_at="2026-07-01"), [("/expires_at", f"expires_at {TIME}")]),
-    (bundle(global_shadow=True), [("/global_shadow", an_object("global_shadow", "enabled", "reason", "expires_at"))]),
+    (
+        bundle(global_shadow=True),
+        [("/global_shadow", an_object("global_shadow", "enabled", "reason", "expires_at"))],
+    ),
     (bundle(global_shadow={}), [("/global_shadow/enabled", "enabled is required")]),
-    (bundle(global_shadow={"enabled": "on"}), [("/global_shadow/enabled", "enabled must be a boolean")]),
+    (
+        bundle(global_shadow={"enabled": "on"}),
+        [("/global_shadow/enabled", "enabled must be a boolean")],
+    ),
     (
         bundle(global_shadow={"enabled": True, "reason": "x" * 257}),
         [("/global_shadow/reason", "reason must be at most 256 characters")],
     ),
-    (bundle(global_shadow={"enabled": True, "expires_at": PAST}), [("/global_shadow/expires_at", EXPIRED)]),
-    (bundle(kill_switch_override={"enabled": True, "expires_at": PAST}), [("/kill_switch_override/expires_at", EXPIRED)]),
+    (
+        bundle(global_shadow={"enabled": True, "expires_at": PAST}),
+        [("/global_shadow/expires_at", EXPIRED)],
+    ),
+    (
+        bundle(kill_switch_override={"enabled": True, "expires_at": PAST}),
+        [("/kill_switch_override/expires_at", EXPIRED)],
+    ),
     (
         bundle(global_shadow={"enabled": True, "expires_at": FUTURE.rstrip("Z")}),
         [("/global_shadow/expires_at", f"expires_at {TIME}")],
@@ -778,22 +1075,45 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (loop(window=1), [("/spec/loop_detection/window", "unknown key; did you mean window_type?")]),
     (loop(mode="shadow"), [("/spec/loop_detection/mode", "unknown key; mode belongs in spec")]),
     (spec(action="warn"), [("/spec/action", "unknown key; action belongs in spec/loop_detection")]),
-    (spec(pathExact="/a"), [("/spec/pathExact", "unknown key; pathExact belongs in spec/selector")]),
+    (
+        spec(pathExact="/a"),
+        [("/spec/pathExact", "unknown key; pathExact belongs in spec/selector")],
+    ),
     ({**good(), "mode": "shadow"}, [("/mode", "unknown key; mode belongs in spec")]),
     ({**good(), "zzz": 1}, [("/zzz", unknown("id", "spec"))]),
     ({**good(), "bypass": []}, [("/bypass", "unknown key; bypass belongs in spec")]),
-    (spec(tail_messages=3), [("/spec/tail_messages", "unknown key; tail_messages belongs in spec/loop_detection")]),
+    (
+        spec(tail_messages=3),
+        [("/spec/tail_messages", "unknown key; tail_messages belongs in spec/loop_detection")],
+    ),
     (spec(bypas=[]), [("/spec/bypas", "unknown key; did you mean bypass?")]),
     (bundle(id="x"), [("/id", "unknown key; id belongs in the policy")]),
-    (bundle(global_shadow={"enabled": True, "reson": "x"}), [("/global_shadow/reson", "unknown key; did you mean reason?")]),
-    (spec(rules=[RULE | {"limit_key": []}]), [("/spec/rules/0/limit_key", "unknown key; did you mean limit_keys?")]),
+    (
+        bundle(global_shadow={"enabled": True, "reson": "x"}),
+        [("/global_shadow/reson", "unknown key; did you mean reason?")],
+    ),
+    (
+        spec(rules=[RULE | {"limit_key": []}]),
+        [("/spec/rules/0/limit_key", "unknown key; did you mean limit_keys?")],
+    ),
     (spec(**{"a/b~c": 1}), [("/spec/a~1b~0c", ANNOTATION)]),
     # Rules between fields.
-    (loop(window_seconds=...), [("/spec/loop_detection", "when enabled is true, window_seconds is required")]),
-    (loop(window_seconds=None), [("/spec/loop_detection", "when enabled is true, window_seconds is required")]),
+    (
+        loop(window_seconds=...),
+        [("/spec/loop_detection", "when enabled is true, window_seconds is required")],
+    ),
+    (
+        loop(window_seconds=None),
+        [("/spec/loop_detection", "when enabled is true, window_seconds is required")],
+    ),
     (
         loop(threshold_identical_requests=...),
-        [("/spec/loop_detection", "when enabled is true, threshold_identical_requests is required")],
+        [
+            (
+                "/spec/loop_detection",
+                "when enabled is true, threshold_identical_requests is required",
+            )
+        ],
     ),
     (
         loop(window_type="sliding_log", threshold_identical_requests=10_001),
@@ -805,7 +1125,9 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     # Repeated keys, at any depth.
     (b'{"id": "p", "id": "q", "spec": 5}', [("/id", TWICE), ("/spec", "spec must be an object")]),
     (
-        json.dumps([good(), loop(action="warn", x=1)]).replace('"x": 1', '"action": "reject"').encode(),
+        json.dumps([good(), loop(action="warn", x=1)])
+        .replace('"x": 1', '"action": "reject"')
+        .encode(),
         [
             ("/1/spec/loop_detection/action", TWICE),
             ("/1/id", "duplicate id 'p', also at 0 /0/id; ids are unique across all files"),
@@ -815,7 +1137,10 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (
         loop(window_seconds=..., action="explode", enabled=True, surprise=1),
         [
-            ("/spec/loop_detection/action", "action must be one of reject, land, throttle, steer, warn"),
+            (
+                "/spec/loop_detection/action",
+                "action must be one of reject, land, throttle, steer, warn",
+            ),
             ("/spec/loop_detection/surprise", ANNOTATION),
             ("/spec/loop_detection", "when enabled is true, window_seconds is required"),
         ],
@@ -824,11 +1149,22 @@ DOCUMENTS: list[tuple[object, Errors]] = [
         spec(selector={"methods": [1]}),
         [
             ("/spec/selector/methods/0", "it must be a string"),
-            ("/spec/selector", "selector needs at least one of apis, pathExact, pathPrefix and routes, but has only methods"),
+            (
+                "/spec/selector",
+                (
+                    "selector needs at least one of apis, pathExact, pathPrefix and routes, but "
+                    "has "
+                    "only methods"
+                ),
+            ),
         ],
     ),
     (
-        bundle(bundle_version="1", expires_at=PAST, global_shadow={"enabled": True, "expires_at": PAST, "reason": 1}),
+        bundle(
+            bundle_version="1",
+            expires_at=PAST,
+            global_shadow={"enabled": True, "expires_at": PAST, "reason": 1},
+        ),
         [
             ("/bundle_version", "bundle_version must be a number"),
             ("/global_shadow/reason", "reason must be a string"),
@@ -864,12 +1200,18 @@ FULL = entries(
         "compare_results": False,
         "max_cycle": 16,
         "cooldown_seconds": 9,
-        "tools": {"f*": {"threshold": 2, "window_calls": 2, "reason": "x" * 256}, "description": {"allow": True, "x-note": 1}},
+        "tools": {
+            "f*": {"threshold": 2, "window_calls": 2, "reason": "x" * 256},
+            "description": {"allow": True, "x-note": 1},
+        },
     },
 )
 
 
-FULL["spec"]["bypass"] = [{"header": "X-Health", "methods": ["get"], "x-why": 1}, {"pathPrefix": "/a/", "pathExact": "/b"}]
+FULL["spec"]["bypass"] = [
+    {"header": "X-Health", "methods": ["get"], "x-why": 1},
+    {"pathPrefix": "/a/", "pathExact": "/b"},
+]
 
 
 FULL["spec"]["limit_keys"] = ["body:/a~1b/0/C", "body:/", "header:x-a"]

@@ -24,7 +24,9 @@ class Sent(NamedTuple):
     entry: str
 
 
-def make_link(sent: Sent, *, tenant: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int) -> ChainLink:
+def make_link(
+    sent: Sent, *, tenant: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int
+) -> ChainLink:
     turns = [Spoken([_widen(message) for message in turn.split("+")], []) for turn in sent.shown]
     place = ChainPlace(_widen(sent.first), turns)
     entry = sent.entry.encode() if sent.shown else b""
@@ -68,13 +70,21 @@ class Run:
         return Sent(self.task, shown, past[-1][1] if past else ""), entries
 
 
-def interleave(runs: Sequence[Run], how: str, random: Random) -> list[tuple[Run, Sent, list[bytes]]]:
+def interleave(
+    runs: Sequence[Run], how: str, random: Random
+) -> list[tuple[Run, Sent, list[bytes]]]:
     """The requests of all runs: run after run (`sequential`), in turn (`lockstep`), or in random order (`random`)."""
     sent = []
     left = list(runs)
     number = 0
     while left:
-        place = 0 if how == "sequential" else number % len(left) if how == "lockstep" else random.randrange(len(left))
+        place = (
+            0
+            if how == "sequential"
+            else number % len(left)
+            if how == "lockstep"
+            else random.randrange(len(left))
+        )
         run = left[place]
         sent.append((run, *run.send()))
         number += 1
@@ -92,14 +102,19 @@ _SENT = st.builds(
     st.sampled_from(["x", "y", "z" * 64]),
 )
 # Requests of a caller, each with the milliseconds since the one before.
-STEPS = st.lists(st.tuples(_SENT, st.integers(0, 50) | st.integers(0, 130_000) | st.integers(-900_000, 900_000)), max_size=40)
+STEPS = st.lists(
+    st.tuples(_SENT, st.integers(0, 50) | st.integers(0, 130_000) | st.integers(-900_000, 900_000)),
+    max_size=40,
+)
 
 
 KEYS = ("key", "before", "own", "usage")
 
 
 def place_link(store: Driver, link: ChainLink) -> ChainLink:
-    changes: dict[str, Any] = {name: store.name(getattr(link, name)) for name in KEYS if getattr(link, name)}
+    changes: dict[str, Any] = {
+        name: store.name(getattr(link, name)) for name in KEYS if getattr(link, name)
+    }
     return link._replace(parents=tuple(store.name(parent) for parent in link.parents), **changes)
 
 

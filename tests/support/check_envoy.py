@@ -54,11 +54,20 @@ def report(document: Json, policies: Json = None, *flags: str) -> Report:
     told = json.loads(printed.getvalue())
     assert code == (not told["good"])
     found = [
-        Finding(item["code"], item["pointer"], kind == "findings", item["problem"], item["right"], item["routes"])
+        Finding(
+            item["code"],
+            item["pointer"],
+            kind == "findings",
+            item["problem"],
+            item["right"],
+            item["routes"],
+        )
         for kind in ("findings", "notes")
         for item in told[kind]
     ]
-    return Report(told["good"], [Route(item["route"], item["body_modes"]) for item in told["routes"]], found)
+    return Report(
+        told["good"], [Route(item["route"], item["body_modes"]) for item in told["routes"]], found
+    )
 
 
 def found(document: Json, policies: Json = None, *flags: str) -> list[tuple[str, str, bool]]:
@@ -68,11 +77,16 @@ def found(document: Json, policies: Json = None, *flags: str) -> list[tuple[str,
 
 def codes(document: Json, policies: Json = None) -> list[str]:
     """Codes of findings, then codes of notes in parentheses."""
-    return [item.code if item.hurts else f"({item.code})" for item in report(document, policies).findings]
+    return [
+        item.code if item.hurts else f"({item.code})"
+        for item in report(document, policies).findings
+    ]
 
 
 # Delays requests for 30 s at most.
-CHAT = bundle(policy("chat", {"pathPrefix": "/chat"}, action="throttle", limit_keys=["header:x-user-id"]))
+CHAT = bundle(
+    policy("chat", {"pathPrefix": "/chat"}, action="throttle", limit_keys=["header:x-user-id"])
+)
 
 MANAGER = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config"
 

@@ -36,11 +36,14 @@ def fits(shown: str | None, wanted: str | None) -> bool:
 
 
 SAID = {"missing_descriptor": "require_one"}
-GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"], **SAID)
+GOOD = policy(
+    "p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"], **SAID
+)
 WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
 WITH_RULES["spec"]["rules"] = [RULE | {"name": "per-org", "limit_keys": ["ip:country"]}]
 NOT_ENFORCED = (
-    "/policies/0/spec/rules/0/limit_keys/0: the descriptor ip:country cannot be derived by Loopguard, so the rule per-org "
+    "/policies/0/spec/rules/0/limit_keys/0: the descriptor ip:country cannot be derived by "
+    "Loopguard, so the rule per-org "
     "never applies; use ip:address or a header that your proxy sets, such as header:x-country"
 )
 

@@ -1,7 +1,8 @@
 """Thousands of agent conversations, side by side under one caller, with the truth known.
 
-A plan says what an agent does and whether it loops. A habit says what its client omits, renews or repeats. Requests are written
-as their API has them, so only the plan knows which conversation a request belongs to.
+A plan says what an agent does and whether it loops. A habit says what its client omits, renews or
+repeats. Requests are written as their API has them, so only the plan knows which conversation a
+request belongs to.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Sent(NamedTuple):
 
 
 class Run:
-    def __init__(self, api: str, task: str, turns: Sequence[Did], habit: Habit, *, loops: bool) -> None:
+    def __init__(
+        self, api: str, task: str, turns: Sequence[Did], habit: Habit, *, loops: bool
+    ) -> None:
         self.api = api
         self.task = task
         self.turns = list(turns)
@@ -102,7 +105,9 @@ class Run:
         habit, turns = self.habit, self.turns[:count]
         if habit.kept:
             turns = [
-                turn if place >= count - habit.kept else turn._replace(results=("[cleared]",) * len(turn.results))
+                turn
+                if place >= count - habit.kept
+                else turn._replace(results=("[cleared]",) * len(turn.results))
                 for place, turn in enumerate(turns)
             ]
         if habit.renews:
@@ -141,7 +146,11 @@ class Run:
 
 
 def ask_title(run: Run, count: int) -> bytes:
-    return _dump(WRITERS[run.api]([]) | {"temperature": count}) if count < 2 else ask_router(run, count)
+    return (
+        _dump(WRITERS[run.api]([]) | {"temperature": count})
+        if count < 2
+        else ask_router(run, count)
+    )
 
 
 def ask_router(run: Run, count: int) -> bytes:
@@ -169,11 +178,18 @@ def _dump(document: dict[str, Any]) -> bytes:
 def _name_task(document: dict[str, Any], task: str) -> None:
     key = next(key for key in MESSAGES if key in document)
     first = next(message for message in document[key] if message.get("role") == "user")
-    first.update(msgspec.json.decode(_dump(first).decode().replace("Fix it.", task).replace("Find it.", task)))
+    first.update(
+        msgspec.json.decode(
+            _dump(first).decode().replace("Fix it.", task).replace("Find it.", task)
+        )
+    )
 
 
 def _is_assistants(message: dict[str, Any]) -> bool:
-    return message.get("role") in ASSISTANTS or message.get("type") in {"reasoning", "function_call"}
+    return message.get("role") in ASSISTANTS or message.get("type") in {
+        "reasoning",
+        "function_call",
+    }
 
 
 def _cut_thoughts(document: dict[str, Any]) -> None:
@@ -194,7 +210,9 @@ def _cut_thoughts(document: dict[str, Any]) -> None:
 
 
 def _is_thought(part: dict[str, Any]) -> bool:
-    return part.get("type") == "thinking" or "reasoningContent" in part or part.get("thought") is True
+    return (
+        part.get("type") == "thinking" or "reasoningContent" in part or part.get("thought") is True
+    )
 
 
 # What agents do.
@@ -216,20 +234,30 @@ def work(random: Random, count: int) -> list[Did]:
 
 def get_stuck(random: Random, length: int) -> list[Did]:
     name = f"part {random.randrange(10**6)}"
-    cycle = [Did((("check", {name: part}),), (f"Error: {name}.{part} is broken. " + "It is. " * 30,)) for part in range(length)]
+    cycle = [
+        Did((("check", {name: part}),), (f"Error: {name}.{part} is broken. " + "It is. " * 30,))
+        for part in range(length)
+    ]
     return cycle * 8
 
 
 def fail_alike(random: Random) -> list[Did]:
     name = f"host {random.randrange(10**6)}"
     return [
-        Did((("try", {"n": random.randrange(10**6)}),), (f"Error: no access to {name}. " + "None. " * 40,)) for _ in range(10)
+        Did(
+            (("try", {"n": random.randrange(10**6)}),),
+            (f"Error: no access to {name}. " + "None. " * 40,),
+        )
+        for _ in range(10)
     ]
 
 
 def poll(random: Random) -> list[Did]:
     name = random.randrange(10**6)
-    return [Did((("status", {"job": name}),), (f"{random.randrange(10**6)} items are left",)) for _ in range(8)]
+    return [
+        Did((("status", {"job": name}),), (f"{random.randrange(10**6)} items are left",))
+        for _ in range(8)
+    ]
 
 
 def repair(random: Random) -> list[Did]:
@@ -242,7 +270,12 @@ def try_twice(random: Random) -> list[Did]:
     return [turn for turn in work(random, 4) for _ in range(2)]
 
 
-INNOCENT: list[Callable[[Random], list[Did]]] = [lambda random: work(random, 8), poll, repair, try_twice]
+INNOCENT: list[Callable[[Random], list[Did]]] = [
+    lambda random: work(random, 8),
+    poll,
+    repair,
+    try_twice,
+]
 LOOPING: list[Callable[[Random], list[Did]]] = [
     lambda random: get_stuck(random, 1),
     lambda random: get_stuck(random, 2),
@@ -257,7 +290,15 @@ def make_runs(api: str, habit: Habit, random: Random, each: int = 1) -> list[Run
         for loops, plans in ((True, LOOPING), (False, INNOCENT)):
             for plan in plans:
                 turns = word([*work(random, random.randint(2, 6)), *plan(random)], random)
-                runs.append(Run(api, f"Do {random.choice(['this', 'that', str(number)])}.", turns, habit, loops=loops))
+                runs.append(
+                    Run(
+                        api,
+                        f"Do {random.choice(['this', 'that', str(number)])}.",
+                        turns,
+                        habit,
+                        loops=loops,
+                    )
+                )
     return runs
 
 
@@ -266,7 +307,13 @@ def make_best_of(count: int, api: str, habit: Habit, random: Random) -> list[Run
     same = word(work(random, random.randint(1, 5)), random)
     plans = [random.choice(LOOPING), *[random.choice(INNOCENT) for _ in range(count - 1)]]
     return [
-        Run(api, "Do the same.", [*same, *word([*work(random, 2), *plan(random)], random)], habit, loops=number == 0)
+        Run(
+            api,
+            "Do the same.",
+            [*same, *word([*work(random, 2), *plan(random)], random)],
+            habit,
+            loops=number == 0,
+        )
         for number, plan in enumerate(plans)
     ]
 
@@ -276,7 +323,9 @@ def make_few(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
     runs = []
     for _ in range(count):
         turns = [
-            Did(((random.choice("ab"), {}),), (random.choice(("Error: x", f"Error: {'y ' * 120}")),))
+            Did(
+                ((random.choice("ab"), {}),), (random.choice(("Error: x", f"Error: {'y ' * 120}")),)
+            )
             for _ in range(random.randint(3, 12))
         ]
         run = Run(api, "Do the same.", turns, habit, loops=False)
@@ -286,15 +335,26 @@ def make_few(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
 
 
 def make_twins(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
-    """Runs whose agents say the same. The first gets the same results over and over, the others get new ones."""
+    """Runs whose agents say the same.
+
+    The first gets the same results over and over, the others get new ones.
+    """
     begun = word(work(random, 3), random)
-    asked = [Did((("status", {"job": 7}),), (), thought=f"thought {random.randrange(10**9)}") for _ in range(8)]
+    asked = [
+        Did((("status", {"job": 7}),), (), thought=f"thought {random.randrange(10**9)}")
+        for _ in range(8)
+    ]
     runs = []
     for number in range(count):
         results = [
-            f"Error: the job is dead. {'It is. ' * 30}" if number == 0 else f"{random.randrange(10**6)} are left" for _ in asked
+            f"Error: the job is dead. {'It is. ' * 30}"
+            if number == 0
+            else f"{random.randrange(10**6)} are left"
+            for _ in asked
         ]
-        turns = [turn._replace(results=(result,)) for turn, result in zip(asked, results, strict=True)]
+        turns = [
+            turn._replace(results=(result,)) for turn, result in zip(asked, results, strict=True)
+        ]
         runs.append(Run(api, "Do the same.", [*begun, *turns], habit, loops=number == 0))
     return runs
 
@@ -304,7 +364,13 @@ def interleave(runs: Sequence[Run], how: str, random: Random) -> Iterator[Sent]:
     left = [run.send_all(random) for run in runs]
     number = 0
     while left:
-        place = 0 if how == "sequential" else number % len(left) if how == "lockstep" else random.randrange(len(left))
+        place = (
+            0
+            if how == "sequential"
+            else number % len(left)
+            if how == "lockstep"
+            else random.randrange(len(left))
+        )
         sent = next(left[place], None)
         if sent is None:
             del left[place]
@@ -340,7 +406,8 @@ def shows_loop(data: bytes) -> bool:
     return found is not None and found.looping and not found.notes_only
 
 
-async def judge(service: Service, data: bytes, **named: Any) -> bool:  # noqa: ANN401  # of `headers`
+# Of `headers`
+async def judge(service: Service, data: bytes, **named: Any) -> bool:  # noqa: ANN401
     stream = Stream(service)
     try:
         stream.receive(headers(**{"x_user_id": "ann", **named}).SerializeToString())

@@ -20,7 +20,9 @@ _SPEC = (
 )
 
 
-def policy(identity: str, selector: Mapping[str, object], *, mode: str = "enforce", **more: object) -> dict[str, Any]:
+def policy(
+    identity: str, selector: Mapping[str, object], *, mode: str = "enforce", **more: object
+) -> dict[str, Any]:
     """A policy document; keys in `_SPEC` go to the spec, all others to loop_detection."""
     spec: dict[str, Any] = {"selector": dict(selector), "mode": mode}
     for key in _SPEC:

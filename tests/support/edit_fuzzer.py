@@ -25,7 +25,14 @@ from extproc.request.patch import Patch
 NOTE: Final = '\n\n[note: "f" \\ again]'
 _WRITTEN: Final = json.dumps(NOTE)[1:-1]
 # Reasons to leave a body unchanged. A failed verification is not among them: it means a wrong edit.
-_REASONS: Final = {"not_json", "ambiguous_body", "inspect_limit", "no_messages", "no_result", "no_choice"}
+_REASONS: Final = {
+    "not_json",
+    "ambiguous_body",
+    "inspect_limit",
+    "no_messages",
+    "no_result",
+    "no_choice",
+}
 
 _ASSISTANTS: Final = {"assistant", "model", "ai"}
 _REQUEST: Final = HttpRequest("POST", "/v1/x")
@@ -43,11 +50,48 @@ class WrongEditError(AssertionError):
 
 # --- bodies
 
-_STRINGS: Final = ('"a"', '""', '"f"', '"seen"', '"\\u00e9"', '"\\ud83d\\ude00"', '"\\ud800"', '"x\\udc00"', '"\\\\ud800"',
-                   '"say \\"hi\\""', '"]},{"', '"\\\\"', '"{\\"role\\":\\"user\\"}"', '"\\u0000"', '"\u00e9"', '"\U0001f600"',
-                   '"\\/"', '"a,b:c"', '",\\"text\\":\\"b"', '"[{"', '"text"', '"user"')  # fmt: skip  # one list
-_JUNK: Final = (*_STRINGS[:8], "null", "true", "0", "-1.5e9", "1E400", "12345678901234567890", "[]", "{}", "[[]]", "[null]",
-                '{"":{}}', '{"type":"text"}', '[{"text":"a"}]', '{"content":"a"}', "[1,2]")  # fmt: skip  # one list
+_STRINGS: Final = (
+    '"a"',
+    '""',
+    '"f"',
+    '"seen"',
+    '"\\u00e9"',
+    '"\\ud83d\\ude00"',
+    '"\\ud800"',
+    '"x\\udc00"',
+    '"\\\\ud800"',
+    '"say \\"hi\\""',
+    '"]},{"',
+    '"\\\\"',
+    '"{\\"role\\":\\"user\\"}"',
+    '"\\u0000"',
+    '"\u00e9"',
+    '"\U0001f600"',
+    '"\\/"',
+    '"a,b:c"',
+    '",\\"text\\":\\"b"',
+    '"[{"',
+    '"text"',
+    '"user"',
+)
+_JUNK: Final = (
+    *_STRINGS[:8],
+    "null",
+    "true",
+    "0",
+    "-1.5e9",
+    "1E400",
+    "12345678901234567890",
+    "[]",
+    "{}",
+    "[[]]",
+    "[null]",
+    '{"":{}}',
+    '{"type":"text"}',
+    '[{"text":"a"}]',
+    '{"content":"a"}',
+    "[1,2]",
+)
 _SPACES: Final = ("",) * 12 + (" ", "\n", "  ", "\t \r\n")
 _NAMES: Final = ("f", "g", "pay")
 
@@ -80,13 +124,26 @@ class Writer:
         if self.chance(self._odd):
             return self.junk()
         kept = [self.junk() if self.chance(self._odd) else item for item in items]
-        return "[" + ",".join([self.space() + item + self.space() for item in kept]) + self.space() + "]"
+        return (
+            "["
+            + ",".join([self.space() + item + self.space() for item in kept])
+            + self.space()
+            + "]"
+        )
 
     def write(self, **members: str | None) -> str:
-        """An object of the members that are not None, shuffled, sometimes with more. Keys lose a trailing `_`."""
+        """An object of the members that are not None, shuffled, sometimes with more.
+
+        Keys lose a trailing `_`.
+        """
         given = [(key.rstrip("_"), value) for key, value in members.items() if value is not None]
         if self.chance(self._odd):
-            given.append((self.pick("x", "text", "content", "type", "name", "output", "gateway_note", ""), self.junk()))
+            given.append(
+                (
+                    self.pick("x", "text", "content", "type", "name", "output", "gateway_note", ""),
+                    self.junk(),
+                )
+            )
         if given and self.chance(self._twice):
             key, value = self.random.choice(given)
             given.append((key, value if self.chance(0.5) else self.junk()))
@@ -94,10 +151,14 @@ class Writer:
             given.remove(self.random.choice(given))
         if self.chance(0.5):
             self.random.shuffle(given)
-        return "{" + ",".join([self._write_member(*member) for member in given]) + self.space() + "}"
+        return (
+            "{" + ",".join([self._write_member(*member) for member in given]) + self.space() + "}"
+        )
 
     def _write_member(self, key: str, value: str) -> str:
-        written = "".join([f"\\u{ord(letter):04x}" if self.chance(self._odd) else letter for letter in key])
+        written = "".join(
+            [f"\\u{ord(letter):04x}" if self.chance(self._odd) else letter for letter in key]
+        )
         return f'{self.space()}"{written}"{self.space()}:{self.space()}{value}{self.space()}'
 
     # --- what stands in contents
@@ -108,16 +169,25 @@ class Writer:
     def block(self, depth: int = 0) -> str:
         kind = self.random.randrange(9)
         if kind < 3:
-            return self.write(type=self.pick('"text"', '"input_text"', '"output_text"'), text=self.text())
+            return self.write(
+                type=self.pick('"text"', '"input_text"', '"output_text"'), text=self.text()
+            )
         if kind == 3:
             return self.write(text=self.text())
         if kind == 4 and depth < 4:
             return self.write(
-                type='"tool_result"', tool_use_id='"1"', content=self.content(depth + 1), is_error=self._maybe("false")
+                type='"tool_result"',
+                tool_use_id='"1"',
+                content=self.content(depth + 1),
+                is_error=self._maybe("false"),
             )
         if kind == 5 and depth < 4:
             return self.write(
-                toolResult=self.write(toolUseId='"1"', content=self.content(depth + 1), status=self._maybe('"success"'))
+                toolResult=self.write(
+                    toolUseId='"1"',
+                    content=self.content(depth + 1),
+                    status=self._maybe('"success"'),
+                )
             )
         if kind == 6:
             return (
@@ -130,7 +200,11 @@ class Writer:
     def content(self, depth: int = 0) -> str | None:
         if self.chance(0.1):
             return None
-        return self.text() if self.chance(0.4) else self.write_list(self.some(lambda: self.block(depth)))
+        return (
+            self.text()
+            if self.chance(0.4)
+            else self.write_list(self.some(lambda: self.block(depth)))
+        )
 
     def response(self) -> str:
         key = self.pick("output", "result", "error", "a", "gateway_note")
@@ -144,12 +218,33 @@ class Writer:
     def chat(self) -> str:
         messages = []
         for _ in range(self.random.randint(1, 3)):
-            call = self.write(id='"1"', function=self.write(name=f'"{self.pick(*_NAMES)}"', arguments='"{}"'))
-            used = self.write(type='"tool_use"', id='"1"', name=f'"{self.pick(*_NAMES)}"', input="{}")
-            said = self.write_list([used, *self.some(self.block, 1)]) if self.chance(0.4) else self.content()
-            messages.append(self.write(role='"assistant"', content=said, tool_calls=self._maybe(self.write_list([call]))))
-            messages += self.some(lambda: self.write(role='"tool"', tool_call_id='"1"', content=self.content()), 2)
-            messages += self.some(lambda: self.write(role=self.pick('"user"', '"user"', '"system"'), content=self.content()), 2)
+            call = self.write(
+                id='"1"', function=self.write(name=f'"{self.pick(*_NAMES)}"', arguments='"{}"')
+            )
+            used = self.write(
+                type='"tool_use"', id='"1"', name=f'"{self.pick(*_NAMES)}"', input="{}"
+            )
+            said = (
+                self.write_list([used, *self.some(self.block, 1)])
+                if self.chance(0.4)
+                else self.content()
+            )
+            messages.append(
+                self.write(
+                    role='"assistant"',
+                    content=said,
+                    tool_calls=self._maybe(self.write_list([call])),
+                )
+            )
+            messages += self.some(
+                lambda: self.write(role='"tool"', tool_call_id='"1"', content=self.content()), 2
+            )
+            messages += self.some(
+                lambda: self.write(
+                    role=self.pick('"user"', '"user"', '"system"'), content=self.content()
+                ),
+                2,
+            )
         return self.write_list(messages)
 
     def items(self) -> str:
@@ -157,9 +252,21 @@ class Writer:
             return self.text()
         items = []
         for _ in range(self.random.randint(1, 3)):
-            items.append(self.write(type='"function_call"', call_id='"1"', name=f'"{self.pick(*_NAMES)}"', arguments='"{}"'))
-            kind = self.pick('"function_call_output"', '"custom_tool_call_output"', '"computer_call_output"')
-            items += self.some(lambda kind=kind: self.write(type=kind, call_id='"1"', output=self.content()), 2)  # type: ignore[misc]
+            items.append(
+                self.write(
+                    type='"function_call"',
+                    call_id='"1"',
+                    name=f'"{self.pick(*_NAMES)}"',
+                    arguments='"{}"',
+                )
+            )
+            kind = self.pick(
+                '"function_call_output"', '"custom_tool_call_output"', '"computer_call_output"'
+            )
+            items += self.some(
+                lambda kind=kind: self.write(type=kind, call_id='"1"', output=self.content()),  # type: ignore[misc]
+                2,
+            )
             items += self.some(lambda: self.write(role='"user"', content=self.content()), 1)
         return self.write_list(items)
 
@@ -168,7 +275,9 @@ class Writer:
         for _ in range(self.random.randint(1, 3)):
             call = self.write(functionCall=self.write(name=f'"{self.pick(*_NAMES)}"', args="{}"))
             contents.append(self.write(role='"model"', parts=self.write_list([call])))
-            contents.append(self.write(role=self._maybe('"user"'), parts=self.write_list(self.some(self.block))))
+            contents.append(
+                self.write(role=self._maybe('"user"'), parts=self.write_list(self.some(self.block)))
+            )
         return self.write_list(contents)
 
     # --- tools
@@ -177,16 +286,25 @@ class Writer:
         name = f'"{self.pick(*_NAMES)}"' if self.chance(0.95) else self.junk()
         kind = self.random.randrange(8) if self.chance(0.2) else self._tools
         if kind < 3:
-            return self.write(type='"function"', function=self.write(name=name, parameters=self._maybe("{}")))
+            return self.write(
+                type='"function"', function=self.write(name=name, parameters=self._maybe("{}"))
+            )
         if kind < 5:
-            return self.write(type=self._maybe('"function"'), name=name, input_schema=self._maybe("{}"))
+            return self.write(
+                type=self._maybe('"function"'), name=name, input_schema=self._maybe("{}")
+            )
         if kind == 5:
             return self.write(toolSpec=self.write(name=name))
         if kind == 6:
-            declared = self.write_list(self.some(lambda: self.write(name=f'"{self.pick(*_NAMES)}"')))
+            declared = self.write_list(
+                self.some(lambda: self.write(name=f'"{self.pick(*_NAMES)}"'))
+            )
             return self.write(functionDeclarations=declared, googleSearch=self._maybe("{}"))
         return self.pick(
-            '{"type":"mcp","server_label":"a"}', '{"cachePoint":{}}', '{"type":"web_search_preview"}', '{"googleSearch":{}}'
+            '{"type":"mcp","server_label":"a"}',
+            '{"cachePoint":{}}',
+            '{"type":"web_search_preview"}',
+            '{"googleSearch":{}}',
         )
 
     def tools(self) -> str:
@@ -217,16 +335,35 @@ class Writer:
                 return self.write(messages=self.chat(), toolConfig=config, model=model, more=more)
             parallel = self._maybe("false")
             if kind == 2 and self.chance(0.5):
-                return self.write(model=model, messages=self.chat(), functions=tools, function_call=choice, more=more)
+                return self.write(
+                    model=model,
+                    messages=self.chat(),
+                    functions=tools,
+                    function_call=choice,
+                    more=more,
+                )
             return self.write(
-                model=model, messages=self.chat(), tools=tools, tool_choice=choice, parallel_tool_calls=parallel, more=more
+                model=model,
+                messages=self.chat(),
+                tools=tools,
+                tool_choice=choice,
+                parallel_tool_calls=parallel,
+                more=more,
             )
         if kind < 6:
             kept = self._maybe('"r"') if self.chance(0.2) else None
-            return self.write(input=self.items(), tools=self._maybe(self.tools()), tool_choice=self._maybe(self.choice()),
-                              previous_response_id=kept, more=more)  # fmt: skip  # one request
+            return self.write(
+                input=self.items(),
+                tools=self._maybe(self.tools()),
+                tool_choice=self._maybe(self.choice()),
+                previous_response_id=kept,
+                more=more,
+            )
         inner = self.write(
-            contents=self.contents(), tools=self._maybe(self.tools()), toolConfig=self._maybe(self.config()), more=more
+            contents=self.contents(),
+            tools=self._maybe(self.tools()),
+            toolConfig=self._maybe(self.config()),
+            more=more,
         )
         return inner if kind == 6 else self.write(model=model, request=inner)
 
@@ -234,11 +371,17 @@ class Writer:
         """A body in bytes: rarely cut off, invalid UTF-8, or with two conversations."""
         body = self.space() + self.body() + self.space()
         if self.chance(0.01):
-            body = body.replace('"more"', self.pick('"messages"', '"input"', '"contents"', '"tools"', '"request"'))
+            body = body.replace(
+                '"more"', self.pick('"messages"', '"input"', '"contents"', '"tools"', '"request"')
+            )
         data = body.encode()
         if self.chance(0.01):
             place = self.random.randrange(len(data))
-            data = data[:place] + self.random.choice((b"\x80", b"\xff", b"", b'"', b"\\", b"}", b",")) + data[place:]
+            data = (
+                data[:place]
+                + self.random.choice((b"\x80", b"\xff", b"", b'"', b"\\", b"}", b","))
+                + data[place:]
+            )
         if self.chance(0.005):
             start = self.random.randrange(len(data))
             data = data[:start] + data[start + self.random.randrange(9) :]
@@ -249,10 +392,18 @@ class Writer:
 
 
 def read(body: bytes) -> Value:
-    """Parse a body, with duplicate keys and the spelling of numbers. Raises ValueError if it is not JSON."""
+    """Parse a body, with duplicate keys and the spelling of numbers.
+
+    Raises ValueError if it is not JSON.
+    """
     text = body.decode("utf-8", "surrogateescape")
     return json.loads(
-        text, object_pairs_hook=Members, parse_int=_Number, parse_float=_Number, parse_constant=_refuse, strict=False
+        text,
+        object_pairs_hook=Members,
+        parse_int=_Number,
+        parse_float=_Number,
+        parse_constant=_refuse,
+        strict=False,
     )
 
 
@@ -265,7 +416,10 @@ def _refuse(_: str) -> None:
 
 
 def check_steer(body: bytes) -> str:
-    """Add notes to a body. Returns the outcome; raises WrongEditError if anything else has changed."""
+    """Add notes to a body.
+
+    Returns the outcome; raises WrongEditError if anything else has changed.
+    """
     places: list[Place] = []
 
     def change(patch: Patch) -> None:
@@ -282,13 +436,19 @@ def check_steer(body: bytes) -> str:
         raise WrongEditError(f"{len(found)} notes in {len(places)} places")
     for path in found:
         _check_path(old_value, path)
-    if not _is_rest(body.decode("utf-8", "surrogateescape"), new.decode("utf-8", "surrogateescape").split(_WRITTEN)):
+    if not _is_rest(
+        body.decode("utf-8", "surrogateescape"),
+        new.decode("utf-8", "surrogateescape").split(_WRITTEN),
+    ):
         raise WrongEditError("other bytes have changed")
     return "steered" if places else "no_result"
 
 
 def check_narrow(body: bytes, without: frozenset[str] | None) -> str:
-    """Remove tools from a body. Returns the outcome; raises WrongEditError if anything else has changed."""
+    """Remove tools from a body.
+
+    Returns the outcome; raises WrongEditError if anything else has changed.
+    """
     try:
         new = narrow(_REQUEST, body, Tools(without))
     except NotEdited as why:
@@ -318,7 +478,11 @@ def _read_both(old: bytes, new: bytes) -> tuple[Value, Value]:
 
 Path: TypeAlias = tuple[str | int, ...]
 
-_BLOCKS: Final = ([("type", "text"), ("text", NOTE)], [("type", "input_text"), ("text", NOTE)], [("text", NOTE)])
+_BLOCKS: Final = (
+    [("type", "text"), ("text", NOTE)],
+    [("type", "input_text"), ("text", NOTE)],
+    [("text", NOTE)],
+)
 
 
 def _find_notes(old: Value, new: Value, path: Path = ()) -> Iterator[Path]:
@@ -348,7 +512,10 @@ def _find_in_members(old: Members, new: Members, path: Path) -> Iterator[Path]:
 
 
 def _find_in_list(old: list[Value], new: list[Value], path: Path) -> Iterator[Path]:
-    if not 0 <= len(new) - len(old) <= 1 or new[len(old) :] not in ([], *[[block] for block in _BLOCKS]):
+    if not 0 <= len(new) - len(old) <= 1 or new[len(old) :] not in (
+        [],
+        *[[block] for block in _BLOCKS],
+    ):
         raise WrongEditError(f"elements at {path}")
     for number, (one, other) in enumerate(zip(old, new, strict=False)):
         yield from _find_notes(one, other, (*path, number))
@@ -367,7 +534,11 @@ def _check_path(body: Value, path: Path) -> None:
         return
     conversation = _follow(body, path[: len(path) - len(rest) + 1])
     place, inner = rest[1], rest[2:]
-    if rest[0] not in {"messages", "input", "contents"} or not isinstance(place, int) or inner[0] not in _CONTENT:
+    if (
+        rest[0] not in {"messages", "input", "contents"}
+        or not isinstance(place, int)
+        or inner[0] not in _CONTENT
+    ):
         raise WrongEditError(f"a note at {path}")
     if any(_is_assistant(message) for message in conversation[place:]):
         raise WrongEditError(f"a note before an assistant's message at {path}")
@@ -445,14 +616,28 @@ _CHOICES: Final = {"tool_choice", "function_call", "parallel_tool_calls", "toolC
 _CONFIGS: Final = {"toolConfig", "tool_config"}
 
 
-def _compare_around(old: Value, new: Value, without: frozenset[str] | None, *, outermost: bool = True) -> None:
+def _compare_around(
+    old: Value, new: Value, without: frozenset[str] | None, *, outermost: bool = True
+) -> None:
     """Check that only the tools and the choice among them have changed."""
     if not isinstance(old, Members) or not isinstance(new, Members):
         raise WrongEditError("no object")
     edited = _TOOLS | _CHOICES | _CONFIGS
-    wrapped = outermost and "request" in dict(old) and not {"messages", "input", "contents"} & dict(old).keys()
-    kept = [(key, value) for key, value in old if key not in edited and not (wrapped and key == "request")]
-    if [(key, value) for key, value in new if key not in edited and not (wrapped and key == "request")] != kept:
+    wrapped = (
+        outermost
+        and "request" in dict(old)
+        and not {"messages", "input", "contents"} & dict(old).keys()
+    )
+    kept = [
+        (key, value)
+        for key, value in old
+        if key not in edited and not (wrapped and key == "request")
+    ]
+    if [
+        (key, value)
+        for key, value in new
+        if key not in edited and not (wrapped and key == "request")
+    ] != kept:
         raise WrongEditError("something beside the tools has changed")
     before, after = dict(old), dict(new)
     if len(after) != len(new):
@@ -465,7 +650,12 @@ def _compare_around(old: Value, new: Value, without: frozenset[str] | None, *, o
             _compare_tools(before[key], after[key], without)
     for key in _CONFIGS & before.keys() & after.keys():
         one, other = before[key], after[key]
-        if isinstance(one, Members) and isinstance(other, Members) and "tools" in dict(one) and "tools" in dict(other):
+        if (
+            isinstance(one, Members)
+            and isinstance(other, Members)
+            and "tools" in dict(one)
+            and "tools" in dict(other)
+        ):
             _compare_tools(dict(one)["tools"], dict(other)["tools"], without)
 
 
@@ -478,7 +668,11 @@ def _compare_tools(old: Value, new: Value, without: frozenset[str] | None) -> No
         if not any(_is_part(one, tool) for one in left):
             raise WrongEditError("a tool is new")
     declared = [names for tool in new for names in _list_declared(tool)]
-    if without is not None and len(declared) > 1 and any(not without.isdisjoint(names) for names in declared):
+    if (
+        without is not None
+        and len(declared) > 1
+        and any(not without.isdisjoint(names) for names in declared)
+    ):
         raise WrongEditError("a tool is left")  # one alone may stay where the API needs one
 
 
@@ -490,19 +684,30 @@ def _is_part(old: Value, new: Value) -> bool:
     left = iter(old)
     for key, value in new:
         one = next((one for name, one in left if name == key), None)
-        if one != value and not (isinstance(one, list) and isinstance(value, list) and all(item in one for item in value)):
+        if one != value and not (
+            isinstance(one, list) and isinstance(value, list) and all(item in one for item in value)
+        ):
             return False
     return True
 
 
 def _list_declared(tool: Value) -> list[list[str]]:
     fields = dict(tool) if isinstance(tool, Members) else {}
-    named = [fields, *[dict(fields[key]) for key in ("function", "toolSpec") if isinstance(fields.get(key), Members)]]
+    named = [
+        fields,
+        *[
+            dict(fields[key])
+            for key in ("function", "toolSpec")
+            if isinstance(fields.get(key), Members)
+        ],
+    ]
     declared = fields.get("functionDeclarations")
     groups = [named]
     if isinstance(declared, list) and not isinstance(declared, Members):
         groups += [[dict(item)] for item in declared if isinstance(item, Members)]
-    names = [[inner["name"] for inner in group if type(inner.get("name")) is str] for group in groups]
+    names = [
+        [inner["name"] for inner in group if type(inner.get("name")) is str] for group in groups
+    ]
     return [found for found in names if found]
 
 
@@ -510,7 +715,9 @@ def _check_bytes(old: bytes, new: bytes) -> None:
     """Check that every member but the tools is spelled as before."""
     before, after = [_list_raw(body.decode("utf-8", "surrogateescape")) for body in (old, new)]
     edited = _TOOLS | _CHOICES | _CONFIGS | {"request"}
-    if [(key, raw) for key, raw in before if key not in edited] != [(key, raw) for key, raw in after if key not in edited]:
+    if [(key, raw) for key, raw in before if key not in edited] != [
+        (key, raw) for key, raw in after if key not in edited
+    ]:
         raise WrongEditError("other bytes have changed")
 
 
@@ -538,10 +745,16 @@ def _skip(text: str, place: int, mark: str) -> int:
 
 
 def try_one(seed: int) -> list[str]:
-    """Edit the body of a seed in three ways. Returns the outcome; raises WrongEditError if one is wrong."""
+    """Edit the body of a seed in three ways.
+
+    Returns the outcome; raises WrongEditError if one is wrong.
+    """
     body = Writer(Random(seed)).bytes()
     with suppress(ValueError):
-        return [f"steer {check_steer(body)}", *[f"narrow {check_narrow(body, gone)}" for gone in (frozenset({"f"}), None)]]
+        return [
+            f"steer {check_steer(body)}",
+            *[f"narrow {check_narrow(body, gone)}" for gone in (frozenset({"f"}), None)],
+        ]
     raise WrongEditError("an error of another kind")
 
 
@@ -554,7 +767,10 @@ def main(examples: int, first: int = 0) -> int:
             found.update(try_one(seed))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is a finding
             wrong += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}\n  {Writer(Random(seed)).bytes()!r}", flush=True)
+            print(
+                f"seed {seed}: {type(error).__name__}: {error}\n  {Writer(Random(seed)).bytes()!r}",
+                flush=True,
+            )
         if (seed + 1 - first) % 100_000 == 0:
             print(f"{seed + 1 - first} tried, {wrong} wrong", flush=True)
     print(f"{examples} tried, {wrong} wrong; {dict(found.most_common())}")

@@ -18,8 +18,14 @@ NOW = datetime(2030, 1, 1, tzinfo=UTC)
 ANY = {"pathPrefix": "/"}
 
 
-def make_engine(*policies: Mapping[str, Any], now: datetime = NOW, shadow: bool = False, **more: object) -> Engine:
-    return Engine(parse({"bundle.json": json.dumps(bundle(*policies, **more)).encode()}, NOW), now, shadow=shadow)
+def make_engine(
+    *policies: Mapping[str, Any], now: datetime = NOW, shadow: bool = False, **more: object
+) -> Engine:
+    return Engine(
+        parse({"bundle.json": json.dumps(bundle(*policies, **more)).encode()}, NOW),
+        now,
+        shadow=shadow,
+    )
 
 
 def keys(candidates: list[Guard]) -> list[str]:
@@ -29,7 +35,12 @@ def keys(candidates: list[Guard]) -> list[str]:
 
 def get(target: str = "/", **headers: str) -> HttpRequest:
     """A GET request; `x_a` becomes the header `x-a`."""
-    return HttpRequest("GET", target, "host", {name.replace("_", "-"): value.encode() for name, value in headers.items()})
+    return HttpRequest(
+        "GET",
+        target,
+        "host",
+        {name.replace("_", "-"): value.encode() for name, value in headers.items()},
+    )
 
 
 LOOP = Count(3, looping=True, cooldown_ms=0, span_ms=1_000)

@@ -23,14 +23,19 @@ def loaded(document: object) -> PolicySet:
 
 
 def bootstrap(document: object, **flags: object) -> str:
-    return render_bootstrap(loaded(document), read_options(EnvoyOptions, {"upstream": UPSTREAM, **flags}))
+    return render_bootstrap(
+        loaded(document), read_options(EnvoyOptions, {"upstream": UPSTREAM, **flags})
+    )
 
 
 def verdict(text: str, folder: Path) -> str:
     file = folder / "bootstrap.yaml"
     file.write_text(text, encoding="utf-8")
     checked = subprocess.run(
-        [ENVOY, "--mode", "validate", "-c", str(file), "-l", "error"], capture_output=True, text=True, check=False
+        [ENVOY, "--mode", "validate", "-c", str(file), "-l", "error"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return checked.stdout + checked.stderr
 
@@ -46,7 +51,9 @@ def theirs(printed: dict[str, Any]) -> dict[str, Any]:
         "http_filters": [
             {
                 "name": "envoy.filters.http.router",
-                "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
+                "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
+                },
             }
         ],
         "route_config": {
@@ -63,11 +70,17 @@ def theirs(printed: dict[str, Any]) -> dict[str, Any]:
             ]
         },
     }
-    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    chain = {
+        "filters": [
+            {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
+        ]
+    }
     return {
         "admin": printed["admin"],
         "static_resources": {
-            "listeners": [{"name": "theirs", "address": listener["address"], "filter_chains": [chain]}],
+            "listeners": [
+                {"name": "theirs", "address": listener["address"], "filter_chains": [chain]}
+            ],
             "clusters": [{key: upstream[key] for key in ("name", "type", "load_assignment")}],
         },
     }
@@ -95,7 +108,9 @@ end
 def choose_late(text: str) -> str:
     """A filter that sends requests below /late/ to another route after Loopguard's headers phase, as JWT claims do."""
     made = read_yaml(text)
-    (manager,) = find_places(made, "static_resources.listeners[].filter_chains[].filters[].typed_config")
+    (manager,) = find_places(
+        made, "static_resources.listeners[].filter_chains[].filters[].typed_config"
+    )
     lua = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
         "default_source_code": {"inline_string": LATE},
@@ -112,7 +127,15 @@ DOCUMENTS: dict[str, Any] = {
     "everything guarded": bundle(policy("all", {"pathPrefix": "/"})),
     "every kind of selector": bundle(
         policy("both", {"pathExact": "/v1", "pathPrefix": "/v1/"}),
-        policy("below", {"pathPrefix": "/v1/chat", "routes": ["llm", "chat"], "hosts": ["a.example"], "methods": ["POST"]}),
+        policy(
+            "below",
+            {
+                "pathPrefix": "/v1/chat",
+                "routes": ["llm", "chat"],
+                "hosts": ["a.example"],
+                "methods": ["POST"],
+            },
+        ),
         policy("route", {"routes": ["main"]}),
     ),
     "paths that YAML could misread": bundle(

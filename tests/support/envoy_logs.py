@@ -8,7 +8,14 @@ from typing import Any
 
 from extproc.pb.als_pb2 import StreamAccessLogsMessage
 
-SESSION = {"policy": "p", "mode": "enforce", "name": "0123456789abcdef", "call": "00" * 8, "model": "gpt-4o", "reserve": 1500.0}
+SESSION = {
+    "policy": "p",
+    "mode": "enforce",
+    "name": "0123456789abcdef",
+    "call": "00" * 8,
+    "model": "gpt-4o",
+    "reserve": 1500.0,
+}
 JSON = {"content-type": "application/json"}
 
 
@@ -36,7 +43,8 @@ def add_entry(
 
     Args:
         message: the message to add to.
-        told: usage that filters read in the response; with `gateway`, as Envoy AI Gateway writes it.
+        told: usage that filters read in the response; with `gateway`, as Envoy AI Gateway writes
+            it.
         sessions: sessions in Loopguard's metadata.
         status: response code.
         sizes: bytes of both bodies.
@@ -62,7 +70,9 @@ def add_entry(
     if took is not None:
         common = entry.common_properties
         for moment, seconds in zip(
-            (common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte), took, strict=True
+            (common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
+            took,
+            strict=True,
         ):
             moment.seconds, moment.nanos = int(seconds), round(seconds % 1 * 10**9)
     for name, value in flags.items():

@@ -40,12 +40,16 @@ EVASIONS: dict[str, Callable[[int], Did]] = {
     "blanks behind a command": lambda n: _run("make test" + " " * n),
     "a comment behind a command": lambda n: _run(f"make test # try {n}"),
     "a thought every second turn": lambda n: _or_think(n, "think", thought=f"no. {n}"),
-    "a to-do list every second turn": lambda n: _or_think(n, "TodoWrite", todos=[{"content": f"no. {n}"}]),
+    "a to-do list every second turn": lambda n: _or_think(
+        n, "TodoWrite", todos=[{"content": f"no. {n}"}]
+    ),
     "a plan every second turn": lambda n: _or_think(n, "update_plan", plan=[{"step": f"no. {n}"}]),
     "the order of a search's words": lambda n: _call(
         "web_search",
         "no results",
-        query=" ".join(["python", "asyncio", "timeout"][n % 3 :] + ["python", "asyncio", "timeout"][: n % 3]),
+        query=" ".join(
+            ["python", "asyncio", "timeout"][n % 3 :] + ["python", "asyncio", "timeout"][: n % 3]
+        ),
     ),
     "the order of an argument's keys": lambda n: _read(a=1, b=2) if n % 2 else _read(b=2.0, a=1.0),
     "a rate and what is left": lambda n: _run("get", f"45 % at {n}.{n} MB/s ETA 0:00:{n:02}"),
@@ -53,15 +57,23 @@ EVASIONS: dict[str, Callable[[int], Did]] = {
     "a request's id in a result": lambda n: _run("get it", f"refused (req_{_TOKENS[n % 6]}{n})"),
     "an address in a result": lambda n: _run("get it", f"<Job at 0x7f12ab34{n:02}>"),
     "a Unix time in a result": lambda n: _run("get it", f'{{"at": {1763792054 + n}}}'),
-    "the order of a set in a result": lambda n: _run("get it", "{'b', 'a', 'c'}" if n % 2 else "{'c', 'b', 'a'}"),
-    "an edit and its opposite": lambda n: _call("edit", "ok", path="a.py", old="ab"[n % 2], new="ba"[n % 2]),
+    "the order of a set in a result": lambda n: _run(
+        "get it", "{'b', 'a', 'c'}" if n % 2 else "{'c', 'b', 'a'}"
+    ),
+    "an edit and its opposite": lambda n: _call(
+        "edit", "ok", path="a.py", old="ab"[n % 2], new="ba"[n % 2]
+    ),
     "an argument of another name": lambda n: _read(round=n),
     "an increasing offset": lambda n: _read(offset=n),
     "a reworded command": lambda n: _run("make " + " ".join(["-s"] * n) + " test"),
     "a changing percentage": lambda n: _run("get it", f"{n} %"),
     "an unlabelled token in a result": lambda n: _run("get it", f"state {_TOKENS[n % 6]}{n}"),
-    "a changing order of lines in a result": lambda n: _run("ls", "\n".join([f"f{(n * 5 + line) % 13}" for line in range(13)])),
-    "a user's words that ask to continue": lambda n: Did((), (), user=f"Go on, please ({'very ' * n}soon).", thought="Done."),
+    "a changing order of lines in a result": lambda n: _run(
+        "ls", "\n".join([f"f{(n * 5 + line) % 13}" for line in range(13)])
+    ),
+    "a user's words that ask to continue": lambda n: Did(
+        (), (), user=f"Go on, please ({'very ' * n}soon).", thought="Done."
+    ),
     "zero-width characters": lambda n: _read(of="a" + "\u200b" * n),
     "two alternating tools with a changing number": lambda n: _call(
         ["read_file", "view"][n % 2], "nothing here", path="a", n=n

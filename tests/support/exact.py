@@ -33,6 +33,9 @@ def load_exact(name: str) -> Any:  # noqa: ANN401  # a module
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    with patch("extproc.looks.look_for", _look_for), patch("extproc.detectors.shapes.Stays", AskEachTime):
+    with (
+        patch("extproc.looks.look_for", _look_for),
+        patch("extproc.detectors.shapes.Stays", AskEachTime),
+    ):
         spec.loader.exec_module(module)
     return module

@@ -30,7 +30,14 @@ def same(tool: str, result: str, **given: object) -> list[Did]:
 
 
 def status_polls() -> list[list[Did]]:
-    tools = ["get_status", "poll_job", "mcp__ci__get_run", "check_deployment", "kubectl_rollout_status", "bash"]
+    tools = [
+        "get_status",
+        "poll_job",
+        "mcp__ci__get_run",
+        "check_deployment",
+        "kubectl_rollout_status",
+        "bash",
+    ]
     results = [
         '{"status": "running", "errors": 0}',
         '{"state": "queued", "error": null}',
@@ -44,7 +51,14 @@ def status_polls() -> list[list[Did]]:
 
 def empty_waits() -> list[list[Did]]:
     tools = ["read_terminal", "wait", "bash_output", "write_stdin", "get_output", "sleep"]
-    results = ["", "(no new output)", "<no output>", "[still running, no new output]", "status: running", "\n"]
+    results = [
+        "",
+        "(no new output)",
+        "<no output>",
+        "[still running, no new output]",
+        "status: running",
+        "\n",
+    ]
     return [same(tool, result, terminal=1) for tool, result in product(tools, results)]
 
 
@@ -91,15 +105,30 @@ def queues() -> list[list[Did]]:
 def handled() -> list[list[Did]]:
     """Many different jobs with the same result."""
     tools = ["close_ticket", "send_mail", "upsert_row", "label_issue", "ack"]
-    results = ["ok", "done", '{"ok": true, "errors": []}', "1 row affected", "", "Successfully updated."]
+    results = [
+        "ok",
+        "done",
+        '{"ok": true, "errors": []}',
+        "1 row affected",
+        "",
+        "Successfully updated.",
+    ]
     return [
-        [call(tool, result, number, id=number) for number in range(1, TURNS + 1)] for tool, result in product(tools, results)
+        [call(tool, result, number, id=number) for number in range(1, TURNS + 1)]
+        for tool, result in product(tools, results)
     ]
 
 
 def games() -> list[list[Did]]:
     tools = ["step", "move", "advance_time", "act", "roll", "env_step"]
-    results = ['{"reward": 0.0, "done": false}', "You wait.", "Nothing happens.", "tick", "You move on.", "the ship sails on"]
+    results = [
+        '{"reward": 0.0, "done": false}',
+        "You wait.",
+        "Nothing happens.",
+        "tick",
+        "You move on.",
+        "the ship sails on",
+    ]
     return [same(tool, result, action="forward") for tool, result in product(tools, results)]
 
 
@@ -108,7 +137,10 @@ def heartbeats() -> list[list[Did]]:
     replies = ["HEARTBEAT_OK", "Nothing new.", "All quiet: no errors.", "Done."]
     prompts = [
         "Heartbeat",
-        "Read HEARTBEAT.md if it exists. Follow it strictly. If nothing needs attention, reply HEARTBEAT_OK.",
+        (
+            "Read HEARTBEAT.md if it exists. Follow it strictly. If nothing needs attention, reply "
+            "HEARTBEAT_OK."
+        ),
         "[cron] check the error log and report failures",
         "It is %d o'clock: anything to do?",
         "Scheduled run: " + "read the inbox, answer what is urgent, and file all the rest. " * 6,
@@ -117,7 +149,10 @@ def heartbeats() -> list[list[Did]]:
         "ping 2026-11-24T%02d:00:00Z",
     ]
     return [
-        [talk(reply, prompt.replace("%d", str(n)).replace("%02d", f"{n:02d}"), n) for n in range(1, TURNS + 1)]
+        [
+            talk(reply, prompt.replace("%d", str(n)).replace("%02d", f"{n:02d}"), n)
+            for n in range(1, TURNS + 1)
+        ]
         for reply, prompt in product(replies, prompts)
     ]
 
@@ -133,7 +168,10 @@ def greetings() -> list[list[Did]]:
         "Yes.",
         "Please tell me more.",
     ]
-    return [[talk(answer, words, n) for n in range(1, TURNS + 1)] for words, answer in product(said, answers)]
+    return [
+        [talk(answer, words, n) for n in range(1, TURNS + 1)]
+        for words, answer in product(said, answers)
+    ]
 
 
 def look_ups() -> list[list[Did]]:
@@ -156,7 +194,14 @@ def look_ups() -> list[list[Did]]:
 def asked_again() -> list[list[Did]]:
     """The same work, three times for each wish of a person."""
     tools = ["run_tests", "get_report", "bash", "screenshot", "query", "deploy"]
-    results = ["error: 3 failed", LONG, "error: no such file", "Traceback: ValueError", FATAL, "exit code 1"]
+    results = [
+        "error: 3 failed",
+        LONG,
+        "error: no such file",
+        "Traceback: ValueError",
+        FATAL,
+        "exit code 1",
+    ]
     return [
         [
             turn
@@ -235,7 +280,12 @@ def repaired() -> list[list[Did]]:
         [
             call(test, "error: test_a failed", number, target="all")
             if number % 2 == 0
-            else call(edit, "The file has been changed.", number, patch=f"change no. {number}: " + "x" * 60)
+            else call(
+                edit,
+                "The file has been changed.",
+                number,
+                patch=f"change no. {number}: " + "x" * 60,
+            )
             for number in range(1, 2 * TURNS + 1)
         ]
         for edit, test in product(edits, tests)
@@ -253,19 +303,29 @@ def several_errors() -> list[list[Did]]:
         "invalid {}",
     ]
     return [
-        [call(tool, error.format(names[(number + at) % 5]), number, body=f"try no. {number}") for number in range(1, TURNS + 1)]
+        [
+            call(tool, error.format(names[(number + at) % 5]), number, body=f"try no. {number}")
+            for number in range(1, TURNS + 1)
+        ]
         for (at, error), tool in product(enumerate(errors), tools)
     ]
 
 
 def watched() -> list[list[Did]]:
     """Several things polled in turn, of which most report news; one has a long output."""
-    statuses, logs = ["get_status", "poll_job", "check_build"], ["get_logs", "tail_log", "read_output"]
+    statuses, logs = (
+        ["get_status", "poll_job", "check_build"],
+        ["get_logs", "tail_log", "read_output"],
+    )
     waits = ["sleep", "wait", "pause", "idle"]
     return [
         [
             call(
-                *[(status, f"{number} % done"), (log, f"compiled part no. {number} of 99"), (wait, "ok")][number % 3],
+                *[
+                    (status, f"{number} % done"),
+                    (log, f"compiled part no. {number} of 99"),
+                    (wait, "ok"),
+                ][number % 3],
                 number,
                 job="j" * 70,
             )
@@ -280,7 +340,12 @@ def long_looks() -> list[list[Did]]:
     results = ["%d rows", "state %d of 40", '{"left": %d}', "page %d", "the newest entry is no. %d"]
     return [
         [
-            call(tool, result % number, number, select="all of what has come in since the last time I looked, by name and date")
+            call(
+                tool,
+                result % number,
+                number,
+                select="all of what has come in since the last time I looked, by name and date",
+            )
             for number in range(1, TURNS + 1)
         ]
         for tool, result in product(tools, results)
@@ -300,7 +365,8 @@ PROGRESS: dict[str, Family] = {
 def long_polls() -> list[list[Did]]:
     tools = ["get_status", "kubectl", "mcp__ci__get_run", "watch", "get_logs", "check_queue"]
     tables = [
-        "NAME   READY   STATUS\n" + f"{name}-0   0/1   Pending\n" * 12 for name in ("web", "db", "api", "mail", "job", "etl")
+        "NAME   READY   STATUS\n" + f"{name}-0   0/1   Pending\n" * 12
+        for name in ("web", "db", "api", "mail", "job", "etl")
     ]
     return [same(tool, table) for tool, table in product(tools, tables)]
 
@@ -343,4 +409,7 @@ UNTELLABLE: dict[str, Family] = {
 def make_loop(turns: list[Did], result: str) -> list[Did]:
     """The same agent, stuck: its first call, or the given tool, returns this every time."""
     calls = turns[0].calls or (("check", {}),)
-    return [Did(calls, (result,), "", f"Thought no. {number}!", number) for number in range(1, TURNS + 1)]
+    return [
+        Did(calls, (result,), "", f"Thought no. {number}!", number)
+        for number in range(1, TURNS + 1)
+    ]

@@ -1,4 +1,7 @@
-"""Agents run by frameworks. Each has a task and two tools, returns the model's last words, or raises the refusal."""
+"""Agents run by frameworks.
+
+Each has a task and two tools, returns the model's last words, or raises the refusal.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +52,32 @@ def run_langchain(errand: Errand) -> str:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(
-        model=NAME, base_url=f"{errand.url}/v1", api_key=SecretStr(errand.key), default_headers=errand.headers, max_retries=2
+        model=NAME,
+        base_url=f"{errand.url}/v1",
+        api_key=SecretStr(errand.key),
+        default_headers=errand.headers,
+        max_retries=2,
     )
-    agent: Any = create_agent(model, tools=[_document(errand.check, "check"), _document(errand.ask_colleague, "ask_colleague")])
-    state = agent.invoke({"messages": [{"role": "user", "content": TASK}]}, {"recursion_limit": 2 * MOST_TURNS})
+    agent: Any = create_agent(
+        model,
+        tools=[_document(errand.check, "check"), _document(errand.ask_colleague, "ask_colleague")],
+    )
+    state = agent.invoke(
+        {"messages": [{"role": "user", "content": TASK}]}, {"recursion_limit": 2 * MOST_TURNS}
+    )
     return str(state["messages"][-1].content)
 
 
-def _run_openai_agent(errand: Errand, model: type[OpenAIChatCompletionsModel | OpenAIResponsesModel]) -> str:
+def _run_openai_agent(
+    errand: Errand, model: type[OpenAIChatCompletionsModel | OpenAIResponsesModel]
+) -> str:
     import agents
     import openai
 
     agents.set_tracing_disabled(disabled=True)
-    client = openai.AsyncOpenAI(api_key=errand.key, base_url=f"{errand.url}/v1", default_headers=errand.headers)
+    client = openai.AsyncOpenAI(
+        api_key=errand.key, base_url=f"{errand.url}/v1", default_headers=errand.headers
+    )
     tools: Any = [
         agents.function_tool(_document(errand.check, "check")),
         agents.function_tool(_document(errand.ask_colleague, "ask_colleague")),
@@ -88,7 +104,9 @@ def run_pydantic_agent(errand: Errand) -> str:
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    client = openai.AsyncOpenAI(api_key=errand.key, base_url=f"{errand.url}/v1", default_headers=errand.headers)
+    client = openai.AsyncOpenAI(
+        api_key=errand.key, base_url=f"{errand.url}/v1", default_headers=errand.headers
+    )
     agent = Agent(OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client)))
     agent.tool_plain(_document(errand.check, "check"))
     agent.tool_plain(_document(errand.ask_colleague, "ask_colleague"))
@@ -99,7 +117,10 @@ def run_anthropic_runner(errand: Errand) -> str:
     from anthropic import Anthropic, beta_tool
 
     client = Anthropic(api_key=errand.key, base_url=errand.url, default_headers=errand.headers)
-    tools = [beta_tool(_document(errand.check, "check")), beta_tool(_document(errand.ask_colleague, "ask_colleague"))]
+    tools = [
+        beta_tool(_document(errand.check, "check")),
+        beta_tool(_document(errand.ask_colleague, "ask_colleague")),
+    ]
     messages: Any = [{"role": "user", "content": TASK}]
     runner = client.beta.messages.tool_runner(
         model=NAME, max_tokens=1024, messages=messages, tools=tools, max_iterations=MOST_TURNS
@@ -121,8 +142,12 @@ def run_gemini_agent(errand: Errand) -> str:
     options = types.HttpOptions(base_url=errand.url, headers=errand.headers)
     client = genai.Client(api_key=errand.key, http_options=options)
     calling = types.AutomaticFunctionCallingConfig(maximum_remote_calls=20)
-    config = types.GenerateContentConfig(tools=[check, ask_colleague], automatic_function_calling=calling)
-    return client.models.generate_content(model=NAME, contents="Is it done?", config=config).text or ""
+    config = types.GenerateContentConfig(
+        tools=[check, ask_colleague], automatic_function_calling=calling
+    )
+    return (
+        client.models.generate_content(model=NAME, contents="Is it done?", config=config).text or ""
+    )
 
 
 def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
@@ -132,24 +157,39 @@ def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
 
     config = Config(signature_version=signature or botocore.UNSIGNED)
     keys = {"aws_access_key_id": errand.key, "aws_secret_access_key": "none"}
-    client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=config, **keys)
-    client.meta.events.register("before-call", lambda params, **_: params["headers"].update(errand.headers))
+    client: Any = boto3.client(
+        "bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=config, **keys
+    )
+    client.meta.events.register(
+        "before-call", lambda params, **_: params["headers"].update(errand.headers)
+    )
     results = {"check": errand.check, "ask_colleague": errand.ask_colleague}
-    tools = [{"toolSpec": {"name": name, "inputSchema": {"json": {"type": "object"}}}} for name in results]
+    tools = [
+        {"toolSpec": {"name": name, "inputSchema": {"json": {"type": "object"}}}}
+        for name in results
+    ]
     messages: list[Any] = [{"role": "user", "content": [{"text": "Is it done?"}]}]
     for _ in range(MOST_TURNS):
-        message = client.converse(modelId=NAME, messages=messages, toolConfig={"tools": tools})["output"]["message"]
+        message = client.converse(modelId=NAME, messages=messages, toolConfig={"tools": tools})[
+            "output"
+        ]["message"]
         messages.append(message)
         calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
         if not calls:
             return str(message["content"][0]["text"])
-        said = [{"toolUseId": call["toolUseId"], "content": [{"text": results[call["name"]]()}]} for call in calls]
+        said = [
+            {"toolUseId": call["toolUseId"], "content": [{"text": results[call["name"]]()}]}
+            for call in calls
+        ]
         messages.append({"role": "user", "content": [{"toolResult": one} for one in said]})
     return ""
 
 
 def run_messages_agent(errand: Errand) -> str:
-    tools = {"check": lambda **_: errand.check(), "ask_colleague": lambda **_: errand.ask_colleague()}
+    tools = {
+        "check": lambda **_: errand.check(),
+        "ask_colleague": lambda **_: errand.ask_colleague(),
+    }
     job = Job(errand.url, errand.user, ["Is it done?"], tools, key=errand.key)
     *_, last = messages_agent(job)
     return last.text
@@ -158,7 +198,9 @@ def run_messages_agent(errand: Errand) -> str:
 def run_ollama_agent(errand: Errand) -> str:
     import ollama
 
-    client = ollama.Client(host=errand.url, headers={"authorization": f"Bearer {errand.key}", **errand.headers})
+    client = ollama.Client(
+        host=errand.url, headers={"authorization": f"Bearer {errand.key}", **errand.headers}
+    )
     tools = [_document(errand.check, "check"), _document(errand.ask_colleague, "ask_colleague")]
     messages: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(MOST_TURNS):

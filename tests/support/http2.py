@@ -6,16 +6,35 @@ from typing import TypeAlias
 
 from extproc.transport import http2
 from extproc.transport.headers import encode
-from extproc.transport.http2 import Connection, DataReceived, Http2Limits, Http2Stream, Pool, RequestReceived
+from extproc.transport.http2 import (
+    Connection,
+    DataReceived,
+    Http2Limits,
+    Http2Stream,
+    Pool,
+    RequestReceived,
+)
 
-REQUEST = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x"), (b":authority", b"h"), (b"te", b"trailers"))
+REQUEST = (
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/x"),
+    (b":authority", b"h"),
+    (b"te", b"trailers"),
+)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+    return (
+        len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+    )
 
 
-def headers(stream: int = 1, flags: int = http2.END_HEADERS, pairs: tuple[tuple[bytes, bytes], ...] = REQUEST) -> bytes:
+def headers(
+    stream: int = 1,
+    flags: int = http2.END_HEADERS,
+    pairs: tuple[tuple[bytes, bytes], ...] = REQUEST,
+) -> bytes:
     return frame(http2.HEADERS, flags, stream, encode(pairs))
 
 
@@ -25,7 +44,9 @@ HELLO = http2.PREFACE + frame(http2.SETTINGS, 0, 0)
 Seen: TypeAlias = tuple[object, ...]
 
 
-def request(stream: int, *, ended: bool = False, pairs: tuple[tuple[bytes, bytes], ...] = REQUEST) -> Seen:
+def request(
+    stream: int, *, ended: bool = False, pairs: tuple[tuple[bytes, bytes], ...] = REQUEST
+) -> Seen:
     return ("request", stream, pairs, ended)
 
 
@@ -37,7 +58,9 @@ def reset(stream: int, code: int) -> Seen:
     return ("reset", stream, code)
 
 
-def receive(connection: Connection, received: bytes, streams: dict[int, Http2Stream] | None = None) -> list[Seen]:
+def receive(
+    connection: Connection, received: bytes, streams: dict[int, Http2Stream] | None = None
+) -> list[Seen]:
     """All events until nothing is left to do. New streams are added to `streams`."""
     seen: list[Seen] = []
     connection.receive(received)

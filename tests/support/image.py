@@ -2,8 +2,8 @@
 
 - Instructions are read from the Dockerfile; an unknown one fails.
 - A stage's root is a folder; absolute paths of instructions are moved below it.
-- A new virtual environment in front of PATH stands for the base image's Python, and this machine's C compiler for the
-  builder's.
+- A new virtual environment in front of PATH stands for the base image's Python, and this machine's
+  C compiler for the builder's.
 - A container is a process with the image's user and environment, which cannot write any file.
 
 It does not show that the base image exists or that its libc suits the wheels.
@@ -36,28 +36,40 @@ from tests.support.harness import PATIENCE
 
 DOCKERFILE = ROOT / "Dockerfile"
 AS_ROOT = os.getuid() == 0
-# The only module that is compiled for the tested image: it has no imports, whose types would be checked, too.
+# The only module that is compiled for the tested image: it has no imports, whose types would be
+# checked, too.
 COMPILED = "extproc/tallies.py"
 
 
 def instructions() -> list[tuple[str, str]]:
-    lines = (line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#"))
+    lines = (
+        line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")
+    )
     joined = "\n".join(lines).replace("\\\n", " ")
-    return [(keyword, rest.strip()) for keyword, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
+    return [
+        (keyword, rest.strip())
+        for keyword, _, rest in (line.partition(" ") for line in joined.splitlines() if line)
+    ]
 
 
 def left_out(path: str, rules: list[str]) -> bool:
     """Whether .dockerignore excludes a path: the last rule that matches the path or a folder above it decides."""
     out = False
     for rule in rules:
-        pattern = re.escape(rule.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        pattern = (
+            re.escape(rule.removeprefix("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        )
         if re.fullmatch(f"{pattern}(?:/.*)?", path):
             out = not rule.startswith("!")
     return out
 
 
 def ignore_rules() -> list[str]:
-    return [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    return [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
 
 
 def compile_only(project: Path, module: str) -> None:
@@ -73,7 +85,9 @@ def send_context(target: Path) -> None:
     rules = ignore_rules()
 
     def ignored(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if left_out(str((Path(folder) / name).relative_to(ROOT)), rules)]
+        return [
+            name for name in names if left_out(str((Path(folder) / name).relative_to(ROOT)), rules)
+        ]
 
     shutil.copytree(ROOT, target, ignore=ignored)
 
@@ -106,7 +120,9 @@ def build(folder: Path, path: str) -> Image:  # noqa: C901, PLR0912  # an instru
         match keyword:
             case "FROM":
                 base, _, name = rest.partition(" AS ")
-                assert base in ("${BUILD_IMAGE}", "${PYTHON_IMAGE}"), "a Python that we do not stand for"
+                assert base in ("${BUILD_IMAGE}", "${PYTHON_IMAGE}"), (
+                    "a Python that we do not stand for"
+                )
                 if stage:
                     root.rename(folder / stage)
                 root.mkdir()
@@ -116,20 +132,32 @@ def build(folder: Path, path: str) -> Image:  # noqa: C901, PLR0912  # an instru
                 Path(move(workdir)).mkdir(parents=True)
             case "COPY":
                 *sources, target = rest.split()
-                origin = folder / sources.pop(0).removeprefix("--from=") if rest.startswith("--from=") else context
+                origin = (
+                    folder / sources.pop(0).removeprefix("--from=")
+                    if rest.startswith("--from=")
+                    else context
+                )
                 _copy(origin, sources, Path(move(str(PurePosixPath(workdir) / target))))
             case "RUN":
                 environment = {**outside(), **image.environment}
-                subprocess.run(["/bin/sh", "-c", move(rest)], cwd=move(workdir), env=environment, check=True)
+                subprocess.run(
+                    ["/bin/sh", "-c", move(rest)], cwd=move(workdir), env=environment, check=True
+                )
             case "ENV":
-                words = [Template(word).substitute(image.environment) for word in shlex.split(move(rest))]
-                image.environment.update((name, value) for name, _, value in (word.partition("=") for word in words))
+                words = [
+                    Template(word).substitute(image.environment) for word in shlex.split(move(rest))
+                ]
+                image.environment.update(
+                    (name, value) for name, _, value in (word.partition("=") for word in words)
+                )
             case "USER":
                 image.user = rest
             case "EXPOSE":
                 image.ports = rest.split()
             case "HEALTHCHECK":
-                image.health = json.loads(rest.partition(" CMD ")[2])  # the other form needs a shell
+                image.health = json.loads(
+                    rest.partition(" CMD ")[2]
+                )  # the other form needs a shell
             case "ENTRYPOINT":
                 image.entrypoint = json.loads(rest)
             case "CMD":
@@ -162,9 +190,15 @@ def numbers(user: str) -> dict[str, Any]:
 def base_python(user: str) -> str:
     """An interpreter that the image's user can run; that of the tests may be in another user's home."""
     test = "import ensurepip, sys; assert sys.version_info >= (3, 11)"
-    for candidate in (f"{sysconfig.get_config_var('BINDIR')}/python3", "/usr/bin/python3", "/usr/local/bin/python3"):
+    for candidate in (
+        f"{sysconfig.get_config_var('BINDIR')}/python3",
+        "/usr/bin/python3",
+        "/usr/local/bin/python3",
+    ):
         try:
-            subprocess.run([candidate, "-c", test], capture_output=True, check=True, cwd="/", **numbers(user))
+            subprocess.run(
+                [candidate, "-c", test], capture_output=True, check=True, cwd="/", **numbers(user)
+            )
         except (OSError, subprocess.CalledProcessError):
             continue
         return candidate
@@ -173,11 +207,15 @@ def base_python(user: str) -> str:
 
 def find_compiler(python: str) -> bool:
     code = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('CC').split()[0])"
-    include, compiler = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    include, compiler = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     return Path(include, "Python.h").exists() and shutil.which(compiler) is not None
 
 
-needs_a_compiler = pytest.mark.skipif(not find_compiler(sys.executable), reason="no C compiler works here: NOT tested")
+needs_a_compiler = pytest.mark.skipif(
+    not find_compiler(sys.executable), reason="no C compiler works here: NOT tested"
+)
 
 
 class Container:

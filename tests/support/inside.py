@@ -99,7 +99,10 @@ _BY_NAME = {"setattr", "getattr", "delattr", "hasattr"}
 
 
 def read_tests() -> dict[str, ast.Module]:
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
 
 
 def _is_private(name: object) -> bool:
@@ -108,8 +111,12 @@ def _is_private(name: object) -> bool:
 
 def _find_private(node: ast.AST) -> int:
     match node:
-        case ast.Call(ast.Name(called) | ast.Attribute(attr=called), arguments) if called in _BY_NAME:
-            return sum(isinstance(each, ast.Constant) and _is_private(each.value) for each in arguments[:2])
+        case ast.Call(ast.Name(called) | ast.Attribute(attr=called), arguments) if (
+            called in _BY_NAME
+        ):
+            return sum(
+                isinstance(each, ast.Constant) and _is_private(each.value) for each in arguments[:2]
+            )
         case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "extproc":
             return sum(_is_private(alias.name) for alias in names)
     return 0
@@ -140,7 +147,9 @@ def write_list(modules: Iterable[str]) -> str:
         rooms.setdefault(room, []).append(name)
     lines = ["IMPORTED = {"]
     for room, names in sorted(rooms.items()):
-        folded = textwrap.fill(" ".join(names), 120, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        folded = textwrap.fill(
+            " ".join(names), 120, initial_indent=" " * 8, subsequent_indent=" " * 8
+        )
         lines += [f'    "{room}": """', folded, '    """,']
     return "\n".join([*lines, "}", ""])
 

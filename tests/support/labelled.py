@@ -30,8 +30,16 @@ def as_atif(turns: Sequence[Did]) -> dict[str, Any]:
             {"tool_call_id": f"c{number}-{place}", "function_name": name, "arguments": given}
             for place, (name, given) in enumerate(turn.calls)
         ]
-        step: dict[str, Any] = {"step_id": len(steps) + 1, "source": "agent", "message": turn.thought, "tool_calls": calls}
-        results = [{"source_call_id": f"c{number}-{place}", "content": result} for place, result in enumerate(turn.results)]
+        step: dict[str, Any] = {
+            "step_id": len(steps) + 1,
+            "source": "agent",
+            "message": turn.thought,
+            "tool_calls": calls,
+        }
+        results = [
+            {"source_call_id": f"c{number}-{place}", "content": result}
+            for place, result in enumerate(turn.results)
+        ]
         steps.append(step | {"observation": {"results": results}})
         if turn.user:
             steps.append({"step_id": len(steps) + 1, "source": "user", "message": turn.user})
@@ -62,18 +70,29 @@ def make_set(seed: int = 1, each: int = EACH) -> Iterator[dict[str, Any]]:
             honest = {"loop": False, "success": True, "kind": name}
             yield _write(place, turns, honest, f"{name} {place}")
     for name, family in HONEST.items():
-        work = [Did((("read_file", {"path": f"a{n}.py"}),), (f"{n} lines",), "", f"I look at {n}.", n) for n in range(1, 5)]
+        work = [
+            Did((("read_file", {"path": f"a{n}.py"}),), (f"{n} lines",), "", f"I look at {n}.", n)
+            for n in range(1, 5)
+        ]
         for turns in random.sample(family(), each):
             place += 1
             begins = 1 + place % len(work)
-            stuck = [*work[: begins - 1], *make_loop(turns, "error: permission denied for role agent")]
+            stuck = [
+                *work[: begins - 1],
+                *make_loop(turns, "error: permission denied for role agent"),
+            ]
             yield _write(
-                place, stuck, {"loop": True, "begins": begins, "success": False, "kind": f"stuck: {name}"}, f"{name} {place}"
+                place,
+                stuck,
+                {"loop": True, "begins": begins, "success": False, "kind": f"stuck: {name}"},
+                f"{name} {place}",
             )
     for name, write in EVASIONS.items():
         place += 1
         turns = [write(number)._replace(number=number + 1) for number in range(TURNS)]
-        yield _write(place, turns, {"loop": True, "begins": 1, "kind": "varied", "success": False}, name)
+        yield _write(
+            place, turns, {"loop": True, "begins": 1, "kind": "varied", "success": False}, name
+        )
 
 
 if __name__ == "__main__":

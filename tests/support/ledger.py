@@ -31,7 +31,9 @@ NO_LIMITS = Limits(60_000, 100)
 
 
 def limit(**limits: Any) -> Limits:  # noqa: ANN401  # the fields of Limits
-    return Limits(**{"idle_ms": NO_LIMITS.idle_ms, "max_sessions": NO_LIMITS.max_sessions, **limits})
+    return Limits(
+        **{"idle_ms": NO_LIMITS.idle_ms, "max_sessions": NO_LIMITS.max_sessions, **limits}
+    )
 
 
 def digest(name: str) -> bytes:
@@ -39,7 +41,10 @@ def digest(name: str) -> bytes:
 
 
 def make_record(number: int, tool: str = "read", arguments: str = "a", since: int = 1) -> bytes:
-    """Tool call of a number; a turn has eight. `since` is the number of steps since the call before."""
+    """Tool call of a number; a turn has eight.
+
+    `since` is the number of steps since the call before.
+    """
     return (number + 8).to_bytes(6) + digest(tool) + digest(tool[:2] + arguments) + bytes((since,))
 
 
@@ -52,11 +57,17 @@ def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **change
     joined = b"".join(calls)
     turns = [int.from_bytes(record[:6]) // 8 for record in calls]
     newest = turns.count(turns[-1]) if turns else 0
-    return replace(Step(*keys, limits, identity, name, 0, joined, add_up(joined), newest, tools, (0, 0, 0)), **changes)
+    return replace(
+        Step(*keys, limits, identity, name, 0, joined, add_up(joined), newest, tools, (0, 0, 0)),
+        **changes,
+    )
 
 
 def settle_step(step: Step, outcome: int = SUCCEEDED, cost: int = 0, **changes: Any) -> Settlement:  # noqa: ANN401  # its own
-    return replace(Settlement(step.key, step.limits, step.call, cost, estimated=False, outcome=outcome), **changes)
+    return replace(
+        Settlement(step.key, step.limits, step.call, cost, estimated=False, outcome=outcome),
+        **changes,
+    )
 
 
 class Account:
@@ -100,12 +111,22 @@ class Account:
         limits, (steps, calls, cost) = asked.limits, asked.grants
         total, spent = len(self.records), self.cost + sum(step["reserve"] for step in self.open)
         looping = self.find_loops(asked, shown) if limits.threshold >= 0 else []
-        over = [(tool, most) for tool, most in limits.tools if self.tools.get(tool, ["", 0])[1] > most]
+        over = [
+            (tool, most) for tool, most in limits.tools if self.tools.get(tool, ["", 0])[1] > most
+        ]
         if self.killed:
-            return 1, *((self.row, limits.blocks) if self.killed == 1 else (self.errors, limits.errors)), b""
+            return (
+                1,
+                *((self.row, limits.blocks) if self.killed == 1 else (self.errors, limits.errors)),
+                b"",
+            )
         if limits.steps >= 0 and not retry and self.count >= limits.steps + steps:
             return 2, self.count, limits.steps + steps, b""
-        if limits.tool_calls >= 0 and total >= limits.tool_calls + calls and not self.goes_on(limits, retry):
+        if (
+            limits.tool_calls >= 0
+            and total >= limits.tool_calls + calls
+            and not self.goes_on(limits, retry)
+        ):
             return 3, total, limits.tool_calls + calls, b""
         if limits.cost >= 0 and spent >= limits.cost + cost:
             return 4, spent, limits.cost + cost, b""
@@ -117,13 +138,18 @@ class Account:
 
     def find_loops(self, asked: Step, shown: list[bytes]) -> list[tuple[int, bytes]]:
         """Calls of the newest step that repeat too often: count and tool of each."""
-        older = [record for record in self.records if record[:6] not in [known[:6] for known in shown]]
+        older = [
+            record for record in self.records if record[:6] not in [known[:6] for known in shown]
+        ]
         steps: list[list[bytes]] = [[]]
         for record in [*older, *shown]:
             steps += [[] for _ in range(record[14])]
             steps[-1].append(record[10:14])
         recent = [pair for step in steps[-asked.limits.window :] for pair in step]
-        counted = [(recent.count(record[10:14]), record[6:10]) for record in shown[len(shown) - asked.newest :]]
+        counted = [
+            (recent.count(record[10:14]), record[6:10])
+            for record in shown[len(shown) - asked.newest :]
+        ]
         return [(count, tool) for count, tool in counted if count >= asked.limits.threshold]
 
     def goes_on(self, limits: Limits, retry: bool) -> bool:
@@ -156,7 +182,11 @@ class Account:
         else:
             self.count += not retry
             times = self.identities[identity] + 1 if retry else 0
-            others = {known: number for known, number in self.identities.items() if retry or known != identity}
+            others = {
+                known: number
+                for known, number in self.identities.items()
+                if retry or known != identity
+            }
             self.identities = dict(list({**others, identity: times}.items())[-16:])
             self.offers |= {} if retry else {identity: asked.offer}
             limits = asked.limits
@@ -167,7 +197,12 @@ class Account:
             elif len(self.records) < allowed:
                 self.narrowed = 0
             reserve = self.cost // self.paid if self.paid else asked.reserve
-            kept: dict[str, Any] = {"call": asked.call, "identity": identity, "now": now, "reserve": reserve}
+            kept: dict[str, Any] = {
+                "call": asked.call,
+                "identity": identity,
+                "now": now,
+                "reserve": reserve,
+            }
             kept |= {"retry": retry, "first": first}
             self.open.append(kept | {"last": self.last, "row": self.row})
             self.row, self.last = 0, now
@@ -178,11 +213,22 @@ class Account:
         return self.stand(now, verdict, retry)
 
     def sort_out(self, asked: Step) -> bytes:
-        """The step that a request repeats, if any. The first request with tools ends the steps before it."""
+        """The step that a request repeats, if any.
+
+        The first request with tools ends the steps before it.
+        """
         offered = [self.offers[known] for known in self.identities]
-        if asked.offer == OFFERS_NONE and OFFERS_TOOLS in offered and asked.identity not in self.identities:
+        if (
+            asked.offer == OFFERS_NONE
+            and OFFERS_TOOLS in offered
+            and asked.identity not in self.identities
+        ):
             return list(self.identities)[-1]
-        if asked.offer == OFFERS_TOOLS and set(offered) == {OFFERS_NONE} and self.count == len(offered) <= 3:
+        if (
+            asked.offer == OFFERS_TOOLS
+            and set(offered) == {OFFERS_NONE}
+            and self.count == len(offered) <= 3
+        ):
             self.count = 0
             self.identities = {}
             for step in self.open:
@@ -195,7 +241,9 @@ class Account:
             self.open.remove(step)
             self.finish(step, asked)
         self.close_old(now)
-        if self.killed or 0 <= asked.limits.cost <= self.cost + sum(step["reserve"] for step in self.open):
+        if self.killed or 0 <= asked.limits.cost <= self.cost + sum(
+            step["reserve"] for step in self.open
+        ):
             self.halvings = 0
         return self.stand(now, (0, 0, 0, b""), not found)
 
@@ -225,11 +273,32 @@ class Account:
 
     def stand(self, now: int, verdict: tuple[int, int, int, bytes], retry: bool) -> Standing:
         reserved = sum(step["reserve"] for step in self.open)
-        counts = (self.count, len(self.records), self.blocks, self.row, self.errors, self.cost, self.estimated, reserved)
+        counts = (
+            self.count,
+            len(self.records),
+            self.blocks,
+            self.row,
+            self.errors,
+            self.cost,
+            self.estimated,
+            reserved,
+        )
         tools = tuple((tool, name, count) for tool, (name, count) in self.tools.items())
-        age, tokens = max(0, now - self.began), (self.tokens[0], self.tokens[1], self.tokens[2], self.tokens[3])
+        age, tokens = (
+            max(0, now - self.began),
+            (self.tokens[0], self.tokens[1], self.tokens[2], self.tokens[3]),
+        )
         return Standing(
-            *verdict, *counts, self.killed, age, self.halvings > 0, retry, tools, tokens, self.model_ms, self.failures
+            *verdict,
+            *counts,
+            self.killed,
+            age,
+            self.halvings > 0,
+            retry,
+            tools,
+            tokens,
+            self.model_ms,
+            self.failures,
         )
 
 
@@ -242,7 +311,8 @@ class Book:
         account = self._accounts.get(key)
         if (
             account is not None
-            and abs(now - (account.began if limits.ends else account.last)) >= limits.idle_ms // 2**account.halvings
+            and abs(now - (account.began if limits.ends else account.last))
+            >= limits.idle_ms // 2**account.halvings
         ):
             del self._accounts[key]
         return self._accounts.get(key)
@@ -259,7 +329,9 @@ class Book:
             most = asked.limits.max_sessions
             if len(began) > most:
                 lasts = abs(now - began[0]) * most // len(began)
-                account.halvings = next((times for times in range(6) if asked.limits.idle_ms // 2**times <= lasts), 6)
+                account.halvings = next(
+                    (times for times in range(6) if asked.limits.idle_ms // 2**times <= lasts), 6
+                )
         return account.step(asked, now)
 
 
@@ -278,9 +350,9 @@ LIMITS_OF_ALL_KINDS = st.builds(
     narrows=st.booleans(),
     finishes=st.sampled_from([False, False, True]),
     cost=st.just(-1) | st.integers(1, 50),
-    tools=st.dictionaries(st.sampled_from([digest(name) for name in _TOOL_NAMES]), st.integers(1, 3), max_size=2).map(
-        lambda tools: tuple(sorted(tools.items()))
-    ),
+    tools=st.dictionaries(
+        st.sampled_from([digest(name) for name in _TOOL_NAMES]), st.integers(1, 3), max_size=2
+    ).map(lambda tools: tuple(sorted(tools.items()))),
     window=st.integers(2, 6),
     threshold=st.just(-1) | st.integers(2, 4),
     blocks=st.just(-1) | st.integers(1, 4),
@@ -292,28 +364,55 @@ LIMITS_OF_ALL_KINDS = st.builds(
 _GAPS = st.integers(0, 5_000) | st.sampled_from([59_999, 60_000, 599_999, 600_000, -1_000, -70_000])
 
 
-_MOVES = ("step", "step", "step", "side", "side", "retry", "compact", "branch", "settle", "fail", "refuse", "withdraw")
+_MOVES = (
+    "step",
+    "step",
+    "step",
+    "side",
+    "side",
+    "retry",
+    "compact",
+    "branch",
+    "settle",
+    "fail",
+    "refuse",
+    "withdraw",
+)
 
 
 # Session (of four), move, a number that varies it, and milliseconds since the move before.
-MOVES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(_MOVES), st.integers(0, 4), _GAPS), max_size=60)
+MOVES = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from(_MOVES), st.integers(0, 4), _GAPS), max_size=60
+)
 
 
 def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking) -> list[Standing]:
     """Answers to agents whose histories grow, are condensed, fork, and are sent again."""
     histories: list[list[bytes]] = [[], [], [], []]
     steps: list[list[tuple[Step, str]]] = [[], [], [], []]
-    bodies: list[tuple[list[bytes], int]] = [([], 0)] * 4  # of the newest request: what it shows, and what it offers
+    bodies: list[tuple[list[bytes], int]] = [
+        ([], 0)
+    ] * 4  # of the newest request: what it shows, and what it offers
     answers, now = [], 1_000_000
     for number, (who, move, amount, gap) in enumerate(moves):
         now += gap
         history, done = histories[who], steps[who]
         if move in ("settle", "fail", "refuse", "withdraw"):
             if done:
-                outcome = {"settle": SUCCEEDED, "fail": FAILED, "refuse": REFUSED, "withdraw": WITHDRAWN}[move]
+                outcome = {
+                    "settle": SUCCEEDED,
+                    "fail": FAILED,
+                    "refuse": REFUSED,
+                    "withdraw": WITHDRAWN,
+                }[move]
                 step, key = done[-min(len(done), amount // 2 + 1)]
-                used = {"tokens": (amount, number, gap % 7 * amount, amount // 2), "model_ms": number * amount}
-                settlement = settle_step(step, outcome, amount * 3, key=key, estimated=amount == 4, **used)
+                used = {
+                    "tokens": (amount, number, gap % 7 * amount, amount // 2),
+                    "model_ms": number * amount,
+                }
+                settlement = settle_step(
+                    step, outcome, amount * 3, key=key, estimated=amount == 4, **used
+                )
                 answers.append(ask(settlement, now))
             continue
         if move == "compact":
@@ -322,10 +421,17 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
             del history[max(1, len(history) - amount) :]
         elif move == "step":
             tool = _TOOL_NAMES[amount % 4]
-            history += [make_record(number * 8 + more, tool, f"{who}{amount // 2}", int(not more)) for more in range(amount)]
+            history += [
+                make_record(number * 8 + more, tool, f"{who}{amount // 2}", int(not more))
+                for more in range(amount)
+            ]
         again = done[-1][0].identity if move == "retry" and done else number.to_bytes(8)
         names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
-        offer = OFFERS_NONE if move == "side" else (who + 1) % 4 and (0, OFFERS_TOOLS, OFFERS_TOOLS)[who % 3]
+        offer = (
+            OFFERS_NONE
+            if move == "side"
+            else (who + 1) % 4 and (0, OFFERS_TOOLS, OFFERS_TOOLS)[who % 3]
+        )
         shown = list(history) if move != "side" or amount % 2 else []
         if move == "retry" and done:
             shown, offer = bodies[who]
@@ -340,7 +446,9 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
 
 def tell(standing: Standing) -> str:
     """An answer: which limit, used and allowed, and what has killed the session."""
-    refused = f"{LIMITS[standing.limit]} {standing.used}/{standing.allowed}" if standing.limit else "ok"
+    refused = (
+        f"{LIMITS[standing.limit]} {standing.used}/{standing.allowed}" if standing.limit else "ok"
+    )
     tool = f" {standing.tool.decode()}" if standing.tool else ""
     return refused + tool + (f", killed by {KILLED[standing.killed]}" if standing.killed else "")
 
@@ -355,19 +463,30 @@ def repeat(times: int, *tools: str) -> list[bytes]:
 
 
 def answer(number: int, *tools: str) -> list[bytes]:
-    return [make_record(number * 8 + place, tool, since=int(not place)) for place, tool in enumerate(tools)]
+    return [
+        make_record(number * 8 + place, tool, since=int(not place))
+        for place, tool in enumerate(tools)
+    ]
 
 
 _FIRST = make_step(0, NO_LIMITS)
 
 
-_TWO_STEPS, _TWO_CALLS, _FINISH = limit(steps=2), limit(tool_calls=2), limit(tool_calls=1, finishes=True)
+_TWO_STEPS, _TWO_CALLS, _FINISH = (
+    limit(steps=2),
+    limit(tool_calls=2),
+    limit(tool_calls=1, finishes=True),
+)
 
 
 _NARROW = limit(tool_calls=2, narrows=True, tools=((digest("list"), 2), (digest("send"), 1)))
 
 
-_TOOLS, _MONEY, _LOOP = limit(tools=((digest("send"), 1),)), limit(cost=100), limit(window=5, threshold=3)
+_TOOLS, _MONEY, _LOOP = (
+    limit(tools=((digest("send"), 1),)),
+    limit(cost=100),
+    limit(window=5, threshold=3),
+)
 
 
 _BLOCKS, _ERRORS = limit(steps=1, blocks=2), limit(errors=2)
@@ -376,7 +495,8 @@ _BLOCKS, _ERRORS = limit(steps=1, blocks=2), limit(errors=2)
 _ONE_SESSION = limit(steps=2, max_sessions=1)
 
 
-def in_session(name: str, number: int, limits: Limits, **changes: Any) -> Step:  # noqa: ANN401  # Step's own fields
+# Step's own fields
+def in_session(name: str, number: int, limits: Limits, **changes: Any) -> Step:  # noqa: ANN401
     return make_step(number, limits, key=f"session:p::{name}:7f", **changes)
 
 
@@ -385,7 +505,9 @@ Case = list[tuple[int, Step | Settlement, str]]
 
 # Time, question, and the store's answer.
 CASES: dict[str, Case] = {
-    "no limits": [(number, make_step(number, NO_LIMITS, call("read") * number), "ok") for number in range(40)],
+    "no limits": [
+        (number, make_step(number, NO_LIMITS, call("read") * number), "ok") for number in range(40)
+    ],
     "steps": [
         (0, make_step(1, _TWO_STEPS), "ok"),
         (1, make_step(2, _TWO_STEPS), "ok"),
@@ -402,7 +524,9 @@ CASES: dict[str, Case] = {
         (5, make_step(3, _TWO_STEPS), "max_steps 2/2"),
     ],
     "three retries of a step are free": [
-        *((number, make_step(1, _TWO_STEPS), "ok") for number in range(5)),  # the last one is the second step
+        *(
+            (number, make_step(1, _TWO_STEPS), "ok") for number in range(5)
+        ),  # the last one is the second step
         *((number, make_step(1, _TWO_STEPS), "ok") for number in range(5, 8)),
         (8, make_step(1, _TWO_STEPS), "max_steps 2/2"),
         (9, make_step(1, _TWO_STEPS), "max_steps 2/2"),
@@ -416,12 +540,18 @@ CASES: dict[str, Case] = {
         *(
             (number, asked, "ok")
             for number in range(1, 9)
-            for asked in (make_step(1, limit(steps=1), call=b"retry..1"), settle_step(_FIRST, WITHDRAWN, call=b"retry..1"))
+            for asked in (
+                make_step(1, limit(steps=1), call=b"retry..1"),
+                settle_step(_FIRST, WITHDRAWN, call=b"retry..1"),
+            )
         ),
         *(
             (number, asked, "ok")
             for number in range(9, 17)
-            for asked in (make_step(1, limit(steps=1), call=b"retry..2"), settle_step(_FIRST, REFUSED, call=b"retry..2"))
+            for asked in (
+                make_step(1, limit(steps=1), call=b"retry..2"),
+                settle_step(_FIRST, REFUSED, call=b"retry..2"),
+            )
         ),
         *((number, make_step(1, limit(steps=1)), "ok") for number in range(17, 20)),
         (20, make_step(1, limit(steps=1)), "max_steps 1/1"),
@@ -440,9 +570,15 @@ CASES: dict[str, Case] = {
     ],
     "three side requests of a step are free": [
         (0, make_step(1, _TWO_STEPS, offer=OFFERS_TOOLS), "ok"),
-        *((number, make_step(number, _TWO_STEPS, offer=OFFERS_NONE), "ok") for number in range(2, 5)),
+        *(
+            (number, make_step(number, _TWO_STEPS, offer=OFFERS_NONE), "ok")
+            for number in range(2, 5)
+        ),
         (5, make_step(5, _TWO_STEPS, offer=OFFERS_NONE), "ok"),  # the second step
-        *((number, make_step(number, _TWO_STEPS, offer=OFFERS_NONE), "ok") for number in range(6, 9)),
+        *(
+            (number, make_step(number, _TWO_STEPS, offer=OFFERS_NONE), "ok")
+            for number in range(6, 9)
+        ),
         (9, make_step(9, _TWO_STEPS, offer=OFFERS_NONE), "max_steps 2/2"),
         (10, make_step(10, _TWO_STEPS, offer=OFFERS_TOOLS), "max_steps 2/2"),
     ],
@@ -495,13 +631,21 @@ CASES: dict[str, Case] = {
         (1, make_step(2, _TWO_CALLS, call("read", "list")), "max_tool_calls 2/2"),
         (2, make_step(3, _TWO_CALLS), "max_tool_calls 2/2"),  # also when the history is gone
         (3, make_step(4, _TWO_CALLS, grants=(0, 1, 0)), "ok"),
-        (4, make_step(5, _TWO_CALLS, call("read", "list", "list"), grants=(0, 1, 0)), "max_tool_calls 3/3"),
+        (
+            4,
+            make_step(5, _TWO_CALLS, call("read", "list", "list"), grants=(0, 1, 0)),
+            "max_tool_calls 3/3",
+        ),
     ],
     "narrow leaves the tools that have calls of their own left": [
         (0, make_step(1, _NARROW, call("read", "list")), "ok"),
         (1, make_step(2, _NARROW, call("read", "list", "send")), "ok"),
         (2, make_step(3, _NARROW, call("read", "list", "send")), "ok"),
-        (3, make_step(4, _NARROW, call("read", "list", "send", "list")), "max_tool_calls 4/2"),  # all are used up
+        (
+            3,
+            make_step(4, _NARROW, call("read", "list", "send", "list")),
+            "max_tool_calls 4/2",
+        ),  # all are used up
     ],
     "narrow refuses other calls that are made all the same": [
         (0, make_step(1, _NARROW, call("read", "read")), "ok"),
@@ -514,7 +658,11 @@ CASES: dict[str, Case] = {
         (0, make_step(1, _NARROW), "ok"),
         (1, make_step(2, _NARROW, call("read", "read", "read", "read")), "ok"),
         (2, make_step(3, _NARROW, call("read", "read", "read", "read")), "ok"),
-        (3, make_step(4, _NARROW, call("read", "read", "read", "read", "read")), "max_tool_calls 5/2"),
+        (
+            3,
+            make_step(4, _NARROW, call("read", "read", "read", "read", "read")),
+            "max_tool_calls 5/2",
+        ),
     ],
     "narrow without limits of tools is block": [
         (0, make_step(1, limit(tool_calls=1, narrows=True), call("read")), "max_tool_calls 1/1"),
@@ -565,18 +713,29 @@ CASES: dict[str, Case] = {
         (1, make_step(2, _MONEY, reserve=70), "ok"),
         (2, make_step(3, _MONEY), "max_cost_per_session 140/100"),
         (3, settle_step(make_step(1, _MONEY), cost=11), "ok"),
-        (4, settle_step(make_step(2, _MONEY), FAILED), "ok"),  # costs nothing, and is no part of the average
+        (
+            4,
+            settle_step(make_step(2, _MONEY), FAILED),
+            "ok",
+        ),  # costs nothing, and is no part of the average
         *((number, make_step(number, _MONEY, reserve=70), "ok") for number in range(5, 14)),
         (14, make_step(14, _MONEY), "max_cost_per_session 110/100"),
     ],
     "requests that others have to be settled before do not kill": [
         (0, make_step(1, limit(cost=100, blocks=2), reserve=100), "ok"),
-        *((number, make_step(2, limit(cost=100, blocks=2)), "max_cost_per_session 100/100") for number in (1, 2, 3)),
+        *(
+            (number, make_step(2, limit(cost=100, blocks=2)), "max_cost_per_session 100/100")
+            for number in (1, 2, 3)
+        ),
         (4, settle_step(make_step(1, limit(cost=100, blocks=2)), cost=99), "ok"),
         (5, make_step(2, limit(cost=100, blocks=2)), "ok"),
         (6, settle_step(make_step(2, limit(cost=100, blocks=2)), cost=1), "ok"),
         (7, make_step(3, limit(cost=100, blocks=2)), "max_cost_per_session 100/100"),
-        (8, make_step(3, limit(cost=100, blocks=2)), "max_cost_per_session 100/100, killed by consecutive_blocks"),
+        (
+            8,
+            make_step(3, limit(cost=100, blocks=2)),
+            "max_cost_per_session 100/100, killed by consecutive_blocks",
+        ),
     ],
     "a call is settled once": [
         (0, make_step(1, _MONEY, reserve=10), "ok"),
@@ -622,29 +781,70 @@ CASES: dict[str, Case] = {
     "equal calls that lie too far back": [
         (0, make_step(1, limit(window=5, threshold=3), repeat(3, "read", "list", "send")), "ok")
     ],
-    "a step's calls are all in the window": [  # four at once: the newest of nine equal calls in three steps
+    # Four at once: the newest of nine equal calls in three steps
+    "a step's calls are all in the window": [
         (0, make_step(1, _LOOP, answer(0, "read", "send", "list", "read")[:3], newest=3), "ok"),
-        (1, make_step(2, _LOOP, [*answer(0, "read", "a", "b"), *answer(1, "read", "c", "d")], newest=3), "ok"),
+        (
+            1,
+            make_step(
+                2, _LOOP, [*answer(0, "read", "a", "b"), *answer(1, "read", "c", "d")], newest=3
+            ),
+            "ok",
+        ),
         (
             2,
             make_step(
-                3, _LOOP, [*answer(0, "read", "a"), *answer(1, "c", "read", "d"), *answer(2, "e", "read", "f")], newest=3
+                3,
+                _LOOP,
+                [
+                    *answer(0, "read", "a"),
+                    *answer(1, "c", "read", "d"),
+                    *answer(2, "e", "read", "f"),
+                ],
+                newest=3,
             ),
             "loop_detection 3/3 read",
         ),
     ],
     "equal calls of one answer": [
         (0, make_step(1, _LOOP, answer(0, "read", "read"), newest=2), "ok"),
-        (1, make_step(2, _LOOP, answer(0, "read", "list", "list", "list"), newest=4), "loop_detection 3/3 list"),
+        (
+            1,
+            make_step(2, _LOOP, answer(0, "read", "list", "list", "list"), newest=4),
+            "loop_detection 3/3 list",
+        ),
     ],
     "steps without calls are in the window": [
-        (0, make_step(1, _LOOP, [make_record(0), make_record(8), make_record(16, since=3)]), "loop_detection 3/3 read"),
+        (
+            0,
+            make_step(1, _LOOP, [make_record(0), make_record(8), make_record(16, since=3)]),
+            "loop_detection 3/3 read",
+        ),
         (1, make_step(2, _LOOP, [make_record(0), make_record(8), make_record(16, since=4)]), "ok"),
-        (2, make_step(3, _LOOP, repeat(3, "read"), newest=0), "ok"),  # the newest step calls nothing
+        (
+            2,
+            make_step(3, _LOOP, repeat(3, "read"), newest=0),
+            "ok",
+        ),  # the newest step calls nothing
     ],
     "digests that stand in others": [  # in ids, and across items
-        (0, make_step(1, _LOOP, [number.to_bytes(6) + b"xxxx" + bytes([0, 0, 0, number % 5, 1]) for number in range(6)]), "ok"),
-        (1, make_step(2, limit(tools=((bytes(4), 1),)), [b"abcdef" + bytes(3) + b"\x01xxxx\x01"]), "ok"),
+        (
+            0,
+            make_step(
+                1,
+                _LOOP,
+                [
+                    number.to_bytes(6) + b"xxxx" + bytes([0, 0, 0, number % 5, 1])
+                    for number in range(6)
+                ],
+            ),
+            "ok",
+        ),
+        (
+            1,
+            make_step(2, limit(tools=((bytes(4), 1),)), [b"abcdef" + bytes(3) + b"\x01xxxx\x01"]),
+            "ok",
+        ),
     ],
     "equal calls that are not shown any more": [
         (0, make_step(1, _LOOP, repeat(2, "read")), "ok"),
@@ -652,17 +852,41 @@ CASES: dict[str, Case] = {
         (2, make_step(3, _LOOP), "ok"),  # a history without calls
     ],
     "steps that are not shown any more": [
-        (0, make_step(1, _LOOP, [*answer(0, "read", "a", "b"), *answer(1, "c", "d", "read")], newest=3), "ok"),
+        (
+            0,
+            make_step(
+                1, _LOOP, [*answer(0, "read", "a", "b"), *answer(1, "c", "d", "read")], newest=3
+            ),
+            "ok",
+        ),
         (
             1,
-            make_step(2, _LOOP, [*answer(2, "e", "f"), *answer(3, "g", "h"), *answer(4, "read", "i")], newest=2),
+            make_step(
+                2,
+                _LOOP,
+                [*answer(2, "e", "f"), *answer(3, "g", "h"), *answer(4, "read", "i")],
+                newest=2,
+            ),
             "loop_detection 3/3 read",
         ),
-        (2, make_step(3, _LOOP, [*answer(4, "read", "i"), *answer(5, "k"), *answer(6, "j", "read")], newest=2), "ok"),
+        (
+            2,
+            make_step(
+                3,
+                _LOOP,
+                [*answer(4, "read", "i"), *answer(5, "k"), *answer(6, "j", "read")],
+                newest=2,
+            ),
+            "ok",
+        ),
     ],
     "sessions of a caller that begins many are forgotten sooner": [
         (0, in_session("a", 1, _ONE_SESSION), "ok"),
-        (30_000, in_session("b", 1, _ONE_SESSION), "ok"),  # of two sessions in 30 s, one stays for 15
+        (
+            30_000,
+            in_session("b", 1, _ONE_SESSION),
+            "ok",
+        ),  # of two sessions in 30 s, one stays for 15
         (44_999, in_session("b", 2, _ONE_SESSION), "ok"),
         (59_999, in_session("b", 3, _ONE_SESSION), "max_steps 2/2"),
         (60_000, in_session("b", 4, _ONE_SESSION), "max_steps 2/2"),
@@ -671,7 +895,11 @@ CASES: dict[str, Case] = {
     "the order of the limits": [
         (0, make_step(1, limit(steps=0, tool_calls=0, cost=0), call("send")), "max_steps 0/0"),
         (1, make_step(1, limit(tool_calls=0, cost=0), call("send")), "max_tool_calls 1/0"),
-        (2, make_step(1, limit(cost=0, tools=((digest("send"), 0),)), call("send")), "max_cost_per_session 0/0"),
+        (
+            2,
+            make_step(1, limit(cost=0, tools=((digest("send"), 0),)), call("send")),
+            "max_cost_per_session 0/0",
+        ),
         (
             3,
             make_step(1, limit(tools=((digest("send"), 0),), threshold=1, window=1), call("send")),

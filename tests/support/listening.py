@@ -14,7 +14,8 @@ CA = trustme.CA()
 class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+    # The base class's name
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass
 
     def serve(self) -> None:
@@ -23,7 +24,8 @@ class Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         self.serve()
 
-    do_GET = do_POST = do_PUT = do_HEAD = do_OPTIONS = do_DELETE = _serve  # noqa: N815  # the base class's names
+    # The base class's names
+    do_GET = do_POST = do_PUT = do_HEAD = do_OPTIONS = do_DELETE = _serve  # noqa: N815
 
     def read_body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("content-length") or 0))

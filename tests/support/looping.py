@@ -12,10 +12,15 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 
 
-def several(identity: str, *loops: Mapping[str, Any], mode: str = "enforce", **spec: object) -> dict[str, Any]:
+def several(
+    identity: str, *loops: Mapping[str, Any], mode: str = "enforce", **spec: object
+) -> dict[str, Any]:
     """A policy with a list of detectors, each with keys replaced; `spec` is added to the policy's spec."""
     made = policy(identity, ANY, mode=mode)
-    made["spec"] |= {"loop_detection": [made["spec"]["loop_detection"] | loop for loop in loops], **spec}
+    made["spec"] |= {
+        "loop_detection": [made["spec"]["loop_detection"] | loop for loop in loops],
+        **spec,
+    }
     return made
 
 
@@ -37,12 +42,18 @@ def looping(
         {
             "role": "assistant",
             "tool_calls": [
-                {"id": "c", "type": "function", "function": {"name": tool, "arguments": json.dumps({"path": argument})}}
+                {
+                    "id": "c",
+                    "type": "function",
+                    "function": {"name": tool, "arguments": json.dumps({"path": argument})},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "c", "content": result},
     ]
-    return encoded({"model": "m", "messages": [{"role": "user", "content": said}, *turn * times], **more})
+    return encoded(
+        {"model": "m", "messages": [{"role": "user", "content": said}, *turn * times], **more}
+    )
 
 
 def chat(times: int, padding: int = 0) -> bytes:
@@ -53,7 +64,12 @@ def chat(times: int, padding: int = 0) -> bytes:
 
 
 def post(**headers: str) -> HttpRequest:
-    return HttpRequest("POST", "/v1/chat/completions", "host", {k.replace("_", "-"): v.encode() for k, v in headers.items()})
+    return HttpRequest(
+        "POST",
+        "/v1/chat/completions",
+        "host",
+        {k.replace("_", "-"): v.encode() for k, v in headers.items()},
+    )
 
 
 def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None) -> Exchange:

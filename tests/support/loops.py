@@ -17,7 +17,10 @@ Write = Callable[[Sequence[Did]], dict[str, Any]]
 
 WRITERS: dict[str, Write] = {
     **SHAPES,
-    **{f"text, {name}": lambda turns, style=style: as_text(turns, style) for name, style in STYLES.items()},  # type: ignore[misc]
+    **{
+        f"text, {name}": lambda turns, style=style: as_text(turns, style)  # type: ignore[misc]
+        for name, style in STYLES.items()
+    },
     "observed": as_observed,
 }
 

@@ -31,7 +31,12 @@ def list_memos() -> list[Memo[Any, Any]]:
 @cache
 def _list_functions() -> list[Any]:
     modules = [module for name, module in sys.modules.items() if name.startswith("extproc.")]
-    found = {id(value): value for module in modules for value in vars(module).values() if hasattr(value, "cache_parameters")}
+    found = {
+        id(value): value
+        for module in modules
+        for value in vars(module).values()
+        if hasattr(value, "cache_parameters")
+    }
     return [value for value in found.values() if value.cache_parameters()["maxsize"] is not None]
 
 

@@ -64,11 +64,16 @@ def seconds(duration: str) -> float:
 
 
 def retry_policy(retry: Object) -> Object:
-    back_off = {name: f"{seconds(text):.3f}s" for name, text in retry["perRetry"]["backOff"].items()}
+    back_off = {
+        name: f"{seconds(text):.3f}s" for name, text in retry["perRetry"]["backOff"].items()
+    }
     return {
         "retry_on": ",".join(retry["retryOn"]["triggers"]),
         "num_retries": retry["numRetries"],
-        "retry_back_off": {"base_interval": back_off["baseInterval"], "max_interval": back_off["maxInterval"]},
+        "retry_back_off": {
+            "base_interval": back_off["baseInterval"],
+            "max_interval": back_off["maxInterval"],
+        },
     }
 
 
@@ -88,7 +93,9 @@ def gateway_configuration(text: str, values: Values) -> str:
         "initial_stream_window_size": int(client["spec"]["http2"]["initialStreamWindowSize"]),
         "max_concurrent_streams": 100,
     }
-    removed = [{"remove": name} for name in client["spec"]["headers"]["earlyRequestHeaders"]["remove"]]
+    removed = [
+        {"remove": name} for name in client["spec"]["headers"]["earlyRequestHeaders"]["remove"]
+    ]
     extension_type = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
     manager["early_header_mutation_extensions"] = [
         {
@@ -147,5 +154,6 @@ def read_port(cluster: Object) -> int:
     return int(group["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]["port_value"])
 
 
-def statuses(made: Stack, path: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401  # of `send`
+# Of `send`
+def statuses(made: Stack, path: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401
     return [made.send(path, method="POST", headers=USER, **more).status for _ in range(times)]

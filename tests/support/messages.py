@@ -11,7 +11,8 @@ from extproc.request.document import Document
 from extproc.request.hash_key import PROCESS_KEY
 from extproc.request.notes import Marks
 
-MODES = {name: number for name, number in ProcessingMode.BodySendMode.items()}  # noqa: C416  # a dict of a descriptor's items
+# A dict of a descriptor's items
+MODES = {name: number for name, number in ProcessingMode.BodySendMode.items()}  # noqa: C416
 ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 
@@ -26,11 +27,19 @@ def headers(
 ) -> ProcessingRequest:
     """A request_headers message; `x_a` becomes the header `x-a`."""
     message = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=end))
-    pairs = {":method": method, ":path": path, ":authority": "host", **{key.replace("_", "-"): more[key] for key in more}}
+    pairs = {
+        ":method": method,
+        ":path": path,
+        ":authority": "host",
+        **{key.replace("_", "-"): more[key] for key in more},
+    }
     for name, value in pairs.items():
-        message.request_headers.headers.headers.add(key=name, raw_value=value.encode("utf-8", "surrogateescape"))
+        message.request_headers.headers.headers.add(
+            key=name, raw_value=value.encode("utf-8", "surrogateescape")
+        )
     if mode is not None:
-        message.protocol_config.request_body_mode = MODES[mode]  # type: ignore[assignment]  # proto3 enums are open
+        # Proto3 enums are open
+        message.protocol_config.request_body_mode = MODES[mode]  # type: ignore[assignment]
     if attributes is not None:
         message.attributes[ATTRIBUTES].update(attributes)
     return message

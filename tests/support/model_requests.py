@@ -51,9 +51,20 @@ _SPACES = ("", "", " ", "\n\t", "\r\n  ")
 
 
 def spelled_text(draw: Draw, text: str) -> str:
-    short = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    short = {
+        '"': '\\"',
+        "\\": "\\\\",
+        "/": "\\/",
+        "\b": "\\b",
+        "\f": "\\f",
+        "\n": "\\n",
+        "\r": "\\r",
+        "\t": "\\t",
+    }
     found = []
-    chosen = draw(st.integers(0, 4 ** len(text) - 1))  # one for each character would take most of a test's time
+    chosen = draw(
+        st.integers(0, 4 ** len(text) - 1)
+    )  # one for each character would take most of a test's time
     for character in text:
         units = character.encode("utf-16-be").hex()
         escaped = "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
@@ -94,7 +105,9 @@ def spelled_number(draw: Draw, number: Number) -> str:
 
 def spelled(draw: Draw, value: Any) -> str:  # noqa: ANN401  # any JSON value
     """Any JSON text of a value."""
-    chosen = draw(st.integers(0, len(_SPACES) ** 64 - 1))  # as above, for the space around up to 64 values and names
+    chosen = draw(
+        st.integers(0, len(_SPACES) ** 64 - 1)
+    )  # as above, for the space around up to 64 values and names
     found = [_SPACES[chosen // len(_SPACES) ** place % len(_SPACES)] for place in range(64)]
     return _spelled(draw, value, cycle(found))
 
@@ -111,17 +124,23 @@ def _spelled(draw: Draw, value: Any, space: Iterator[str]) -> str:  # noqa: ANN4
     else:
         items = draw(st.permutations(list(value.items())))
         members = [
-            f"{next(space)}{spelled_text(draw, name)}{next(space)}:{_spelled(draw, item, space)}" for name, item in items
+            f"{next(space)}{spelled_text(draw, name)}{next(space)}:{_spelled(draw, item, space)}"
+            for name, item in items
         ]
         text = "{" + ",".join(members) + next(space) + "}"
     return next(space) + text + next(space)
 
 
-BODIES = {file.stem: file.read_bytes() for file in sorted((Path(__file__).parent / "bodies").glob("*.json"))}
+BODIES = {
+    file.stem: file.read_bytes()
+    for file in sorted((Path(__file__).parent / "bodies").glob("*.json"))
+}
 
 
 # Bodies near those of the APIs, in which nearly anything may stand in nearly any place.
-WORDS = st.sampled_from(["", "a", "A  b", "user", "assistant", "tool", "text", "é", "null", "{}", '{"a":1.0}', "f"])
+WORDS = st.sampled_from(
+    ["", "a", "A  b", "user", "assistant", "tool", "text", "é", "null", "{}", '{"a":1.0}', "f"]
+)
 
 
 ANYTHING = st.recursive(
@@ -132,7 +151,17 @@ ANYTHING = st.recursive(
 
 
 _TYPES = st.sampled_from(
-    ["text", "tool_use", "tool_result", "thinking", "image", "input_text", "function_call", "function_call_output", "reasoning"]
+    [
+        "text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "image",
+        "input_text",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+    ]
 )
 
 
@@ -145,7 +174,9 @@ def near_to(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict
 _TOOLS = near_to({"name": WORDS, "arguments": WORDS, "input": WORDS})
 
 
-_CHAT_CALLS = st.lists(near_to({"id": WORDS, "type": WORDS, "function": _TOOLS, "custom": _TOOLS}), max_size=3)
+_CHAT_CALLS = st.lists(
+    near_to({"id": WORDS, "type": WORDS, "function": _TOOLS, "custom": _TOOLS}), max_size=3
+)
 
 
 _BLOCKS = st.lists(
@@ -185,14 +216,18 @@ _MESSAGES = st.lists(
 )
 
 
-REQUESTS = st.fixed_dictionaries({"messages": _MESSAGES}) | st.fixed_dictionaries({"input": _MESSAGES})
+REQUESTS = st.fixed_dictionaries({"messages": _MESSAGES}) | st.fixed_dictionaries(
+    {"input": _MESSAGES}
+)
 
 
 MIB = 2**20
 
 
 def chat_body(*messages: str, model: str = '"m"', more: str = "") -> bytes:
-    return f'{{"model":{model},{more}"messages":[{",".join(messages)}]}}'.encode("utf-8", "surrogatepass")
+    return f'{{"model":{model},{more}"messages":[{",".join(messages)}]}}'.encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def tool_call(arguments: str = '"{}"', name: str = '"f"', identity: str = '"1"') -> str:
@@ -240,50 +275,127 @@ LIMIT = {"inspect_limit"}
 NO_MESSAGES = {"no_messages"}
 
 
-# name -> (how it is made, why detectors leave it uncounted, whether the first such request is refused)
+# name -> (how it is made, why detectors leave it uncounted, whether the first such request is
+# refused)
 HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "5 MB of open arrays": (lambda: b"[" * 5_000_000, LIMIT, False),
     "5 MB of nested arrays": (lambda: _nested(2_500_000).encode(), LIMIT, False),
     "5 MB of nested objects": (lambda: b'{"a":' * 1_000_000, LIMIT, False),
     "1 MiB of nested arrays": (lambda: _nested(MIB // 2 - 1).encode(), LIMIT, False),
     "nested arrays": (lambda: _nested(40_000).encode(), NOT_JSON, False),
-    "nested arrays in a message": (lambda: chat_body(user_message(_nested(40_000))), NOT_JSON, False),
-    "nested arrays in an unread field": (lambda: chat_body(user_message(), more=f'"x":{_nested(40_000)},'), NOT_JSON, False),
+    "nested arrays in a message": (
+        lambda: chat_body(user_message(_nested(40_000))),
+        NOT_JSON,
+        False,
+    ),
+    "nested arrays in an unread field": (
+        lambda: chat_body(user_message(), more=f'"x":{_nested(40_000)},'),
+        NOT_JSON,
+        False,
+    ),
     "nested objects": (lambda: b'{"messages":' * 40_000 + b"1" + b"}" * 40_000, NOT_JSON, False),
     "open arrays": (lambda: b"[" * 40_000, NOT_JSON, False),
     "deep arrays": (lambda: chat_body(user_message(_nested(900))), NONE, False),
     "deep arguments": (lambda: _repeated(tool_call(_nested(900)), _result()), NONE, True),
-    "deep arguments in a string": (lambda: _repeated(tool_call(f'"{_nested(20_000)}"'), _result()), NONE, True),
+    "deep arguments in a string": (
+        lambda: _repeated(tool_call(f'"{_nested(20_000)}"'), _result()),
+        NONE,
+        True,
+    ),
     "deep results": (lambda: _repeated(tool_call(), _result(_nested(900))), NONE, True),
     "a million tiny messages": (lambda: chat_body(*["{}"] * 1_000_000), LIMIT, False),
     "a million messages that are none": (lambda: chat_body(*["1"] * 1_000_000), LIMIT, False),
     "many tiny messages": (lambda: chat_body(*["{}"] * 20_000), LIMIT, False),
     "many messages that are none": (lambda: chat_body(*["1"] * 20_000), NO_MESSAGES, False),
-    "many empty texts": (lambda: chat_body(user_message("[" + ",".join(['""'] * 20_000) + "]")), LIMIT, False),
-    "a 2 MB argument string": (lambda: chat_body(tool_call(json.dumps(json.dumps(["x" * 2_000_000])))), LIMIT, False),
-    "a long argument string": (lambda: _repeated(tool_call(json.dumps(json.dumps(["\n" * 50_000]))), _result()), NONE, True),
-    "arguments in arguments": (lambda: _repeated(tool_call(json.dumps(json.dumps(json.dumps(["é"])))), _result()), NONE, True),
-    "invalid UTF-8 in a text": (lambda: chat_body(user_message('"?"')).replace(b"?", b"\xff\xfe"), NOT_JSON, False),
-    "invalid UTF-8 where few look": (lambda: chat_body(user_message(), more='"?":1,').replace(b"?", b"\xc3"), NONE, False),
-    "invalid UTF-8 in a role": (lambda: chat_body('{"role":"?"}').replace(b"?", b"\xc0\x80"), NOT_JSON, False),
-    "invalid UTF-8 in arguments": (lambda: _repeated(tool_call('"?"'), _result()).replace(b"?", b"\x80"), NOT_JSON, False),
+    "many empty texts": (
+        lambda: chat_body(user_message("[" + ",".join(['""'] * 20_000) + "]")),
+        LIMIT,
+        False,
+    ),
+    "a 2 MB argument string": (
+        lambda: chat_body(tool_call(json.dumps(json.dumps(["x" * 2_000_000])))),
+        LIMIT,
+        False,
+    ),
+    "a long argument string": (
+        lambda: _repeated(tool_call(json.dumps(json.dumps(["\n" * 50_000]))), _result()),
+        NONE,
+        True,
+    ),
+    "arguments in arguments": (
+        lambda: _repeated(tool_call(json.dumps(json.dumps(json.dumps(["é"])))), _result()),
+        NONE,
+        True,
+    ),
+    "invalid UTF-8 in a text": (
+        lambda: chat_body(user_message('"?"')).replace(b"?", b"\xff\xfe"),
+        NOT_JSON,
+        False,
+    ),
+    "invalid UTF-8 where few look": (
+        lambda: chat_body(user_message(), more='"?":1,').replace(b"?", b"\xc3"),
+        NONE,
+        False,
+    ),
+    "invalid UTF-8 in a role": (
+        lambda: chat_body('{"role":"?"}').replace(b"?", b"\xc0\x80"),
+        NOT_JSON,
+        False,
+    ),
+    "invalid UTF-8 in arguments": (
+        lambda: _repeated(tool_call('"?"'), _result()).replace(b"?", b"\x80"),
+        NOT_JSON,
+        False,
+    ),
     "encoded surrogates": (lambda: chat_body(user_message('"\ud800"')), NOT_JSON, False),
     "half a pair in a text": (lambda: chat_body(user_message('"\\ud800"')), NONE, False),
     "half a pair in a key": (lambda: chat_body(user_message(), more='"\\udfff":1,'), NONE, False),
     "half a pair in the model": (lambda: chat_body(user_message(), model='"\\ud800"'), NONE, False),
-    "half a pair in a name": (lambda: _repeated(tool_call(name='"\\udc00"'), _result()), NONE, True),
-    "half a pair in arguments": (lambda: _repeated(tool_call('"{\\"a\\":\\"\\\\ud800\\"}"'), _result()), NONE, True),
+    "half a pair in a name": (
+        lambda: _repeated(tool_call(name='"\\udc00"'), _result()),
+        NONE,
+        True,
+    ),
+    "half a pair in arguments": (
+        lambda: _repeated(tool_call('"{\\"a\\":\\"\\\\ud800\\"}"'), _result()),
+        NONE,
+        True,
+    ),
     "NaN": (lambda: chat_body(user_message(), more='"x":NaN,'), NOT_JSON, False),
     "NaN in arguments": (lambda: _repeated(tool_call('{"a":NaN}'), _result()), NOT_JSON, False),
-    "NaN in an argument string": (lambda: _repeated(tool_call('"{\\"a\\":NaN}"'), _result()), NONE, True),
+    "NaN in an argument string": (
+        lambda: _repeated(tool_call('"{\\"a\\":NaN}"'), _result()),
+        NONE,
+        True,
+    ),
     "infinity": (lambda: chat_body(user_message(), more='"x":-Infinity,'), NOT_JSON, False),
-    "a huge exponent": (lambda: chat_body(user_message("[1e999999999,-1e-999999999]")), NONE, False),
-    "an exponent of many digits": (lambda: chat_body(user_message(f"[1e{'9' * 2_000}]")), NOT_JSON, False),
+    "a huge exponent": (
+        lambda: chat_body(user_message("[1e999999999,-1e-999999999]")),
+        NONE,
+        False,
+    ),
+    "an exponent of many digits": (
+        lambda: chat_body(user_message(f"[1e{'9' * 2_000}]")),
+        NOT_JSON,
+        False,
+    ),
     "a huge integer": (lambda: chat_body(user_message(f"[{'9' * MAX_DIGITS}]")), NONE, False),
     "an integer too long": (lambda: chat_body(user_message(f"[{'9' * 100_000}]")), NOT_JSON, False),
-    "an integer too long as an argument": (lambda: _repeated(tool_call(f'"{"9" * 5_000}"'), _result()), NONE, True),
-    "a fraction of a million digits": (lambda: chat_body(user_message(f"[0.{'7' * 1_000_000}]")), NONE, False),
-    "too many fractions": (lambda: chat_body(user_message(f"[{','.join(['0.5'] * (MAX_STEPS + 1))}]")), LIMIT, False),
+    "an integer too long as an argument": (
+        lambda: _repeated(tool_call(f'"{"9" * 5_000}"'), _result()),
+        NONE,
+        True,
+    ),
+    "a fraction of a million digits": (
+        lambda: chat_body(user_message(f"[0.{'7' * 1_000_000}]")),
+        NONE,
+        False,
+    ),
+    "too many fractions": (
+        lambda: chat_body(user_message(f"[{','.join(['0.5'] * (MAX_STEPS + 1))}]")),
+        LIMIT,
+        False,
+    ),
     "a byte order mark": (lambda: b"\xef\xbb\xbf" + chat_body(user_message()), NONE, False),
     "UTF-16": (lambda: chat_body(user_message()).decode().encode("utf-16"), NONE, False),
     "garbage behind": (lambda: chat_body(user_message()) + b"}", NOT_JSON, False),
@@ -306,12 +418,36 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
         False,
     ),
     "a model of another type": (lambda: chat_body(user_message(), model="[1,{}]"), NONE, False),
-    "a huge model": (lambda: chat_body(user_message(), model='"' + "m" * 100_000 + '"'), {"descriptor_too_long"}, False),
-    "too many keys": (lambda: json.dumps({f"{n}": 0 for n in range(60_000)}).encode(), LIMIT, False),
-    "one key again and again": (lambda: b"{" + b",".join([b'"messages":[]'] * 50_000) + b"}", NO_MESSAGES, False),
-    "keys in escapes": (lambda: _repeated(tool_call(), _result()).replace(b'"t', b'"\\u0074'), NONE, True),
-    "a huge tool name": (lambda: _repeated(tool_call(name='"' + "n" * 200_000 + '"'), _result()), NONE, True),
-    "a tool name that is a header": (lambda: _repeated(tool_call(name='"a\\r\\nx: y\\u0000\\u202e"'), _result()), NONE, True),
+    "a huge model": (
+        lambda: chat_body(user_message(), model='"' + "m" * 100_000 + '"'),
+        {"descriptor_too_long"},
+        False,
+    ),
+    "too many keys": (
+        lambda: json.dumps({f"{n}": 0 for n in range(60_000)}).encode(),
+        LIMIT,
+        False,
+    ),
+    "one key again and again": (
+        lambda: b"{" + b",".join([b'"messages":[]'] * 50_000) + b"}",
+        NO_MESSAGES,
+        False,
+    ),
+    "keys in escapes": (
+        lambda: _repeated(tool_call(), _result()).replace(b'"t', b'"\\u0074'),
+        NONE,
+        True,
+    ),
+    "a huge tool name": (
+        lambda: _repeated(tool_call(name='"' + "n" * 200_000 + '"'), _result()),
+        NONE,
+        True,
+    ),
+    "a tool name that is a header": (
+        lambda: _repeated(tool_call(name=('"a\\r\\nx: y\\u0000\\u202e"')), _result()),
+        NONE,
+        True,
+    ),
     "an empty tool name": (lambda: _repeated(tool_call(name='""'), _result()), NONE, True),
     "thousands of parallel calls": (
         lambda: chat_body(_PARALLEL, *[_result(identity=f'"{n}"') for n in range(5_000)]),
@@ -323,7 +459,19 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], Reasons, bool]] = {
     "no results": (lambda: _repeated(tool_call()), NONE, False),
     "results alone": (lambda: _repeated(_result()), NONE, False),
     "results in parts": (lambda: _repeated(tool_call(), _result(_PARTS)), NONE, True),
-    "results of every type": (lambda: _repeated(tool_call(), _result('{"a":[1,null]}')), NONE, True),
-    "a server's history": (lambda: b'{"model":"m","previous_response_id":"r","input":[1,{},null,[]]}', {"no_history"}, False),
-    "an endless prompt": (lambda: b'{"model":"m","prompt":[' + b"0," * 200_000 + b"0]}", {"no_history"}, False),
-}  # fmt: skip  # one body, one line
+    "results of every type": (
+        lambda: _repeated(tool_call(), _result('{"a":[1,null]}')),
+        NONE,
+        True,
+    ),
+    "a server's history": (
+        lambda: b'{"model":"m","previous_response_id":"r","input":[1,{},null,[]]}',
+        {"no_history"},
+        False,
+    ),
+    "an endless prompt": (
+        lambda: b'{"model":"m","prompt":[' + b"0," * 200_000 + b"0]}",
+        {"no_history"},
+        False,
+    ),
+}

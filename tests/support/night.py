@@ -12,23 +12,50 @@ from tests.support.turn_writers import Did, as_chat
 
 CHAT, RUNS = "/v1/chat/completions", "/agents/v1/chat/completions"
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
-STEERED: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 8}, **USER}
+STEERED: dict[str, Any] = {
+    "similarity": "turns",
+    "action": "steer",
+    "escalate": {"reject": 8},
+    **USER,
+}
 POLICIES = bundle(
     policy("hooks", {"pathPrefix": "/hook"}, action="warn", threshold_identical_requests=5, **USER),
-    policy("polls", {"pathPrefix": "/jobs"}, threshold_identical_requests=3, cooldown_seconds=600, **USER),
+    policy(
+        "polls",
+        {"pathPrefix": "/jobs"},
+        threshold_identical_requests=3,
+        cooldown_seconds=600,
+        **USER,
+    ),
     policy("chat", {"pathExact": CHAT}, **STEERED),
     policy(
         "runs",
         {"pathExact": RUNS},
         session={"keys": ["header:x-session-id"]},
-        session_limits={"max_steps": 200, "max_cost_per_session": 20.0, "prices": {"*": {"input": 2.5, "output": 10}}},
+        session_limits={
+            "max_steps": 200,
+            "max_cost_per_session": 20.0,
+            "prices": {"*": {"input": 2.5, "output": 10}},
+        },
         **STEERED,
     ),
-    policy("chat-strict", {"pathExact": CHAT}, mode="shadow", canary_of="chat", similarity="turns", **USER),
+    policy(
+        "chat-strict",
+        {"pathExact": CHAT},
+        mode="shadow",
+        canary_of="chat",
+        similarity="turns",
+        **USER,
+    ),
 )
 
-WRONG = "error: the query must not be empty; give at least one keyword, such as a product or a customer"
-DOWN = "error: connection refused by the customer database at 10.0.0.9, which has been down for a while"
+WRONG = (
+    "error: the query must not be empty; give at least one keyword, such as a product or a customer"
+)
+DOWN = (
+    "error: connection refused by the customer database at 10.0.0.9, which has been down for a "
+    "while"
+)
 
 
 @dataclass
@@ -49,7 +76,9 @@ class Scene:
         return self.send("/hook/billing", "storm", b'{"invoice": 7}')
 
     def chat(self, turns: int) -> int:
-        return self.send(CHAT, "stuck", self.write(f"Find {self.who} a hotel", "book_hotel", WRONG, turns))
+        return self.send(
+            CHAT, "stuck", self.write(f"Find {self.who} a hotel", "book_hotel", WRONG, turns)
+        )
 
     def run(self, turns: int) -> int:
         body = self.write(f"Search for {self.who}", "search_the_web", WRONG, turns)
@@ -60,7 +89,11 @@ class Scene:
 
     def work(self, steps: int = 3) -> set[int]:
         return {
-            self.send(path, f"healthy-{number}", json.dumps({"messages": [{"role": "user", "content": f"{step}"}]}).encode())
+            self.send(
+                path,
+                f"healthy-{number}",
+                json.dumps({"messages": [{"role": "user", "content": f"{step}"}]}).encode(),
+            )
             for step in range(steps)
             for number in range(2)
             for path in (CHAT, RUNS, "/hook/fine", "/jobs/7")
@@ -73,7 +106,10 @@ class Scene:
         for more in range(rounds):
             for task in ("invoice", "lead"):
                 for caller in ("ann", "bob", "cid"):
-                    turns = [Did(((self.tool, {"q": task}),), (DOWN,), "", f"{task}: try {n}", n) for n in range(1, 9 + more)]
+                    turns = [
+                        Did(((self.tool, {"q": task}),), (DOWN,), "", f"{task}: try {n}", n)
+                        for n in range(1, 9 + more)
+                    ]
                     statuses.add(self.send(CHAT, caller, self._dump(as_chat(turns))))
             self.send("/hook/fine", "healthy-0")
         return statuses
@@ -88,7 +124,10 @@ class Scene:
 
     def write(self, task: str, tool: str, result: str, turns: int) -> bytes:
         """A conversation in which an agent calls a tool with the same argument and new thoughts."""
-        did = [Did(((tool, {"q": ""}),), (result,), "", f"{task}: attempt {number}", number) for number in range(1, turns + 1)]
+        did = [
+            Did(((tool, {"q": ""}),), (result,), "", f"{task}: attempt {number}", number)
+            for number in range(1, turns + 1)
+        ]
         document = as_chat(did)
         document["messages"][1]["content"] = task
         return self._dump({**document, "model": "gpt-4o"})

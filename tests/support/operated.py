@@ -58,7 +58,9 @@ DOCUMENTS: dict[str, type[Any]] = {
     "coverage": CoverageDocument,
     "budgets": BudgetDocument,
 }
-STATE = ServerState("memory", "ok", False, True, 2, ["policies/a.json: /policies/0: unknown key 'thresold'"], 0)  # a record
+STATE = ServerState(
+    "memory", "ok", False, True, 2, ["policies/a.json: /policies/0: unknown key 'thresold'"], 0
+)  # a record
 
 
 @cache
@@ -100,7 +102,13 @@ class Away:
         return getattr(self._memory, name)
 
 
-def send(service: Service, times: int = 1, data: bytes = b"{}", path: str = CHAT, **named: Any) -> list[int]:  # noqa: ANN401  # of `headers`
+def send(
+    service: Service,
+    times: int = 1,
+    data: bytes = b"{}",
+    path: str = CHAT,
+    **named: Any,  # noqa: ANN401  # of `headers`
+) -> list[int]:
     """Statuses of equal requests, Ann's unless headers are given."""
     sent = headers(path, **(named or {"x_user_id": "ann"}))
     return [status(decoded(exchange(service, sent, body(data))[-1])) for _ in range(times)]
@@ -126,8 +134,12 @@ class Operated:
         **settings: Any,  # noqa: ANN401  # of the process
     ) -> None:
         self.store = store or MemoryStore(Metrics())
-        self.services = list(services) or [make_service(*policies, store=self.store, **settings) for _ in range(replicas)]
-        self.givers = [OverrideService(self.store, service, service.metrics) for service in self.services]
+        self.services = list(services) or [
+            make_service(*policies, store=self.store, **settings) for _ in range(replicas)
+        ]
+        self.givers = [
+            OverrideService(self.store, service, service.metrics) for service in self.services
+        ]
         for place, giver in enumerate(self.givers):
             giver.list_seen = partial(self._find_hashes, place)
             giver.list_budgets = partial(self._list_budgets, place)
@@ -140,28 +152,53 @@ class Operated:
     def service(self) -> Service:
         return self.services[0]
 
-    def ask(self, path: str, replica: int = 0, *, host: str = "localhost", **query: Any) -> dict[str, Any]:  # noqa: ANN401  # of a URL
+    def ask(
+        self,
+        path: str,
+        replica: int = 0,
+        *,
+        host: str = "localhost",
+        **query: Any,  # noqa: ANN401  # of a URL
+    ) -> dict[str, Any]:
         """An admin page in JSON; another `host` is that of a foreign page in a local browser."""
-        found: dict[str, Any] = self._open(replica).get(path, params=query, headers={"host": host}).json()
+        found: dict[str, Any] = (
+            self._open(replica).get(path, params=query, headers={"host": host}).json()
+        )
         return found
 
     def read(self, path: str = "/", replica: int = 0, **query: str) -> str:
         """An admin page in HTML, with single spaces."""
-        return re.sub(r"\s+", " ", self._open(replica).get(path, params=query, headers={"accept": "text/html"}).text)
+        return re.sub(
+            r"\s+",
+            " ",
+            self._open(replica).get(path, params=query, headers={"accept": "text/html"}).text,
+        )
 
-    def give(self, replica: int = 0, *, who: str = "eve", **order: Any) -> tuple[dict[str, Any], list[str]]:  # noqa: ANN401  # as JSON
+    def give(
+        self,
+        replica: int = 0,
+        *,
+        who: str = "eve",
+        **order: Any,  # noqa: ANN401  # as JSON
+    ) -> tuple[dict[str, Any], list[str]]:
         """Give an order. Returns its description, and the notes on it."""
         status, given = self.post(order, replica, who=who)
         assert status == 201, given
         return given, given.pop("notes")
 
-    def post(self, order: object, replica: int = 0, *, who: str = "eve") -> tuple[int, dict[str, Any]]:
+    def post(
+        self, order: object, replica: int = 0, *, who: str = "eve"
+    ) -> tuple[int, dict[str, Any]]:
         sent = {"x-loopguard-operator": who, "content-type": "application/json"}
         answer = self._open(replica).post("/overrides", content=json.dumps(order), headers=sent)
         return answer.status_code, answer.json()
 
-    def revoke(self, name: str, replica: int = 0, *, who: str = "adam") -> tuple[int, dict[str, Any]]:
-        answer = self._open(replica).delete(f"/overrides/{name}", headers={"x-loopguard-operator": who})
+    def revoke(
+        self, name: str, replica: int = 0, *, who: str = "adam"
+    ) -> tuple[int, dict[str, Any]]:
+        answer = self._open(replica).delete(
+            f"/overrides/{name}", headers={"x-loopguard-operator": who}
+        )
         return answer.status_code, answer.json()
 
     def list_orders(self, replica: int = 0) -> list[dict[str, Any]]:
@@ -202,7 +239,11 @@ class Operated:
         app = self._make_app(replica)
 
         async def at_socket(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401  # of ASGI
-            await app({**scope, "client": ("127.0.0.1", 9), "server": ("/run/admin.sock", None)}, receive, send)
+            await app(
+                {**scope, "client": ("127.0.0.1", 9), "server": ("/run/admin.sock", None)},
+                receive,
+                send,
+            )
 
         return TestClient(at_socket, "http://localhost")
 
@@ -210,7 +251,14 @@ class Operated:
         def open_all(place: int) -> dict[str, Board[Any]]:
             reporter = self.services[place].reporter
             return {
-                name: Board(name, kind, getattr(reporter, name), self.store, lambda: reporter.show_callers, self._names[place])
+                name: Board(
+                    name,
+                    kind,
+                    getattr(reporter, name),
+                    self.store,
+                    lambda: reporter.show_callers,
+                    self._names[place],
+                )
                 for name, kind in DOCUMENTS.items()
             }
 
@@ -232,27 +280,40 @@ class Operated:
 
     def _find_hashes(self, replica: int) -> Any:  # noqa: ANN401  # of orders
         boards = self._open_boards(replica)
-        return find_seen(boards["loops"].view(), boards["sessions"].view(), boards["budgets"].view())
+        return find_seen(
+            boards["loops"].view(), boards["sessions"].view(), boards["budgets"].view()
+        )
 
     def _list_budgets(self, replica: int) -> list[BudgetRow]:
         found: BudgetDocument = self._open_boards(replica)["budgets"].view().document
         return found.rows
 
     def _make_app(self, replica: int) -> Starlette:
-        service, boards, giver = self.services[replica], self._open_boards(replica), self.givers[replica]
+        service, boards, giver = (
+            self.services[replica],
+            self._open_boards(replica),
+            self.givers[replica],
+        )
 
         def shows() -> bool:
             return service.reporter.show_callers
 
-        loops = LoopPages(boards["loops"], Prices(self._price), shows, boards["incidents"], boards["sessions"])
-        sessions, budgets = SessionPages(boards["sessions"], shows), BudgetPages(boards["budgets"], shows)
+        loops = LoopPages(
+            boards["loops"], Prices(self._price), shows, boards["incidents"], boards["sessions"]
+        )
+        sessions, budgets = (
+            SessionPages(boards["sessions"], shows),
+            BudgetPages(boards["budgets"], shows),
+        )
         budgets.has_budgets = lambda: any(plan.budget is not None for plan in service.engine.plans)
         coverage = CoveragePages(boards["coverage"], lambda: STATE, dict)
         standing = giver.list_standing if self.orders is None else lambda: self.orders or ()
         loops.list_orders = sessions.list_orders = budgets.list_orders = standing
         if self.says_coverage:
             loops.summarize = sessions.summarize = coverage.summarize
-        canaries = CanaryPages(Sharing(service.pairs, self.store, self._names[replica]), _start_loop)
+        canaries = CanaryPages(
+            Sharing(service.pairs, self.store, self._names[replica]), _start_loop
+        )
         routes = [
             route_page(loops, sessions, budgets),
             *loops.list_routes(),
@@ -265,7 +326,9 @@ class Operated:
         return make_app(service.metrics, routes)
 
 
-def operate(table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()) -> Operated:
+def operate(
+    table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()
+) -> Operated:
     """A replica that has seen these sessions."""
     made = Operated(orders=orders, show_callers=shows)
     made.service.reporter.sessions = table

@@ -28,7 +28,17 @@ def order(  # what an order says
 ) -> ActiveOverride:
     """An override that began a moment ago; `since` tells several apart."""
     now = time.time()
-    return ActiveOverride(name, kind, target, about, now - 1 + since / 1000, now + lasts, reason, who, grant or Grant())
+    return ActiveOverride(
+        name,
+        kind,
+        target,
+        about,
+        now - 1 + since / 1000,
+        now + lasts,
+        reason,
+        who,
+        grant or Grant(),
+    )
 
 
 def apply_orders(service: Service, *standing: ActiveOverride) -> Service:

@@ -22,7 +22,9 @@ class Outline(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append(tag)
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        self.loads += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")
+        ]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
 
@@ -47,7 +49,10 @@ PAGES = [
 
 def look_around(made: Stack, events: Path) -> Iterator[tuple[str, bytes]]:
     for guard in made.replicas:
-        for page in PAGES + [f"/sessions/{run['session']}" for run in json.loads(guard.get("/sessions")[1])["sessions"]]:
+        for page in PAGES + [
+            f"/sessions/{run['session']}"
+            for run in json.loads(guard.get("/sessions")[1])["sessions"]
+        ]:
             for accept in ("*/*", "text/html"):
                 status, text = guard.get(page, accept=accept)
                 assert status == 200, (page, text)
@@ -57,4 +62,6 @@ def look_around(made: Stack, events: Path) -> Iterator[tuple[str, bytes]]:
     yield "events", events.read_bytes()
 
 
-STATE = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0)
+STATE = ServerState(
+    "shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0
+)

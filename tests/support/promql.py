@@ -31,8 +31,15 @@ Series = dict[str, frozenset[str]]
 def list_labels(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
     """Labels by metric, without its suffix, as docs/reference.md has them."""
     rows = dict(_ROW.findall((ROOT / "docs" / "reference.md").read_text()))
-    labels = {family.name: rows.get(family.name, rows.get(f"{family.name}_total")) for family in registry.collect()}
-    return {name: tuple(filter(None, found.split(","))) for name, found in labels.items() if found is not None}
+    labels = {
+        family.name: rows.get(family.name, rows.get(f"{family.name}_total"))
+        for family in registry.collect()
+    }
+    return {
+        name: tuple(filter(None, found.split(",")))
+        for name, found in labels.items()
+        if found is not None
+    }
 
 
 def series() -> Series:
@@ -43,7 +50,9 @@ def series() -> Series:
     labels = list_labels(registry)
     for family in registry.collect():
         for suffix in _SUFFIXES[family.type]:
-            found[family.name + suffix] = frozenset(labels[family.name]) | ({"le"} if suffix == "_bucket" else set())
+            found[family.name + suffix] = frozenset(labels[family.name]) | (
+                {"le"} if suffix == "_bucket" else set()
+            )
     return found
 
 
@@ -52,20 +61,28 @@ def words() -> frozenset[str]:
     """All strings in the code, among them all label values."""
     files = (ROOT / "extproc").rglob("*.py")
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return frozenset(
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def run_promtool(document: dict[str, Any], folder: Path) -> None:
     """Run a test file of promtool."""
     file = folder / "test.yaml"
     file.write_text(yaml.safe_dump({"evaluation_interval": "1m", **document}))
-    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["promtool", "test", "rules", file], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def write_series(values: Mapping[str, str], **target: str) -> list[dict[str, str]]:
     """Series of promtool, with the labels of a target where they have none."""
-    return [{"series": _add_target(name, target), "values": value} for name, value in values.items()]
+    return [
+        {"series": _add_target(name, target), "values": value} for name, value in values.items()
+    ]
 
 
 def _add_target(name: str, target: Mapping[str, str]) -> str:
@@ -83,7 +100,8 @@ class Reading:
         self.problems: list[str] = []
         self.labels = self._labels(promql.parse(text))
 
-    def _labels(self, expr: Any) -> frozenset[str]:  # noqa: ANN401  # the parser's node types have nothing in common
+    # The parser's node types have nothing in common
+    def _labels(self, expr: Any) -> frozenset[str]:  # noqa: ANN401
         match expr:
             case promql.VectorSelector():
                 found = frozenset(self._selected(expr))

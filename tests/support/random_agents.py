@@ -9,11 +9,25 @@ from tests.support.turn_writers import SHAPES, STYLES, Did
 
 _TOOLS = ["bash", "read_file", "write_file", "think", "get_weather", "mcp__x__list"]
 _RESULTS = [
-    "ok", "", "error: no such file", "x" * 230, "not found: 404", "503 service unavailable, try later", "3 failed", "4 failed",
-    "Error at 12:01:{second:02d} line {number}", "done in {number} ms", '{{"error": "bad {number}"}}',
+    "ok",
+    "",
+    "error: no such file",
+    "x" * 230,
+    "not found: 404",
+    ("503 service unavailable, try later"),
+    "3 failed",
+    "4 failed",
+    "Error at 12:01:{second:02d} line {number}",
+    "done in {number} ms",
+    ('{{"error": "bad {number}"}}'),
     "Traceback (most recent call last): boom {number}",
-]  # fmt: skip  # one list
-_SAID = ["go on", "try again please", "now look at file {number}", "You must answer in JSON. attempt {number}"]
+]
+_SAID = [
+    "go on",
+    "try again please",
+    "now look at file {number}",
+    "You must answer in JSON. attempt {number}",
+]
 _ANSWERS = ["I am done.", "I cannot do that", "ok", "thinking about it {number}"]
 
 
@@ -41,16 +55,22 @@ class Agent:
         random = self._random
         if self._done and random.random() < 0.6:
             again = random.choice(self._done[-3:])
-            return again._replace(number=number, thought=again.thought if self._writes_texts else f"thought {number}")
+            return again._replace(
+                number=number, thought=again.thought if self._writes_texts else f"thought {number}"
+            )
         user = self._fill(random.choice(_SAID)) if random.random() < 0.2 else ""
         thought = f"thought {random.randrange(50)}" if random.random() < 0.7 else ""
         if self._writes_texts or random.random() < 0.1:
             done = Did((("ls", {"a": random.randrange(2)}),), (), "", thought)
             style = random.choice(list(STYLES.values()))
             text = style(done) if random.random() < 0.6 else self._fill(random.choice(_ANSWERS))
-            return Did((), (), user or self._fill(random.choice(_RESULTS)) or "nothing", text, number)
+            return Did(
+                (), (), user or self._fill(random.choice(_RESULTS)) or "nothing", text, number
+            )
         calls = [self._call() for _ in range(random.choice([1, 1, 1, 2, 3]))]
-        results = [self._fill(random.choice(_RESULTS)) for _ in calls] if random.random() < 0.9 else []
+        results = (
+            [self._fill(random.choice(_RESULTS)) for _ in calls] if random.random() < 0.9 else []
+        )
         return Did(tuple(calls), tuple(results), user, thought, number)
 
     def _call(self) -> tuple[str, dict[str, Any]]:
@@ -70,7 +90,9 @@ class Agent:
         if self._random.random() < 0.03:
             place = self._random.randrange(len(self._turns))
             cleared = self._turns[place]
-            self._turns[place] = cleared._replace(results=tuple("[cleared]" for _ in cleared.results))
+            self._turns[place] = cleared._replace(
+                results=tuple("[cleared]" for _ in cleared.results)
+            )
 
     def write(self) -> dict[str, Any]:
         turns = self._turns[-self._window :]
@@ -78,12 +100,21 @@ class Agent:
         if self._tools is not None and self.shape in {"chat", "ollama", "responses"}:
             body["tools"] = self._tools
         newest = body["messages"][-1] if self.shape in {"anthropic", "chat"} else {}
-        if self._marks_cache and self.shape == "anthropic" and isinstance(newest.get("content"), list):
+        if (
+            self._marks_cache
+            and self.shape == "anthropic"
+            and isinstance(newest.get("content"), list)
+        ):
             newest["content"][-1]["cache_control"] = {"type": "ephemeral"}
         if self._is_odd and self.shape == "responses" and turns:
             body |= {"previous_response_id": "r1", "input": body["input"][-2:]}
         if self._is_odd and newest and self._random.random() < 0.3:
-            body["messages"].append({"role": "assistant", "content": self._random.choice(["{", "I am done.", "Let me see"])})
+            body["messages"].append(
+                {
+                    "role": "assistant",
+                    "content": self._random.choice(["{", "I am done.", "Let me see"]),
+                }
+            )
         if self._is_named:
             body["metadata"] = {"user_id": f"user_session_{self._name}"}
         return body

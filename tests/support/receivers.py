@@ -19,7 +19,9 @@ class Receiver:
         class Serving(Handler):
             def serve(self) -> None:
                 body = self.read_body()
-                receiver.batches.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                receiver.batches.append(
+                    ({name.lower(): value for name, value in self.headers.items()}, body)
+                )
                 statuses = receiver.statuses
                 self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
                 self.end_headers()

@@ -27,7 +27,13 @@ class Replayed:
             (folder / name).write_bytes(data)
         document = policies or bundle(policy("p", ANY, **USER))
         (folder / "policies.json").write_text(json.dumps(document))
-        arguments = ["--policy", str(folder / "policies.json"), "--json", *flags, *(str(folder / name) for name in files)]
+        arguments = [
+            "--policy",
+            str(folder / "policies.json"),
+            "--json",
+            *flags,
+            *(str(folder / name) for name in files),
+        ]
         self.code = main(["replay", *arguments])
         printed = capsys.readouterr()
         self.error = printed.err.replace(f"{folder}/", "")
@@ -37,4 +43,6 @@ class Replayed:
         return next(item for item in self.document["policies"] if item["policy"] == name)
 
     def list_problems(self) -> dict[str, int]:
-        return {kind: problem["lines"] for kind, problem in self.document["log"]["problems"].items()}
+        return {
+            kind: problem["lines"] for kind, problem in self.document["log"]["problems"].items()
+        }

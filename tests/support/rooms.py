@@ -10,17 +10,31 @@ from tests.support import ROOT as CHECKOUT
 
 ROOT = CHECKOUT / "extproc"
 
-# From the ground up: a room imports from those before it. Modules at the root that import no room are
-# below all of them; those that do, which build and run the server, are below the command alone.
+# From the ground up: a room imports from those before it. Modules at the root that import no room
+# are below all of them; those that do, which build and run the server, are below the command alone.
 ROOMS = (
-    "request", "apis", "store", "detectors", "sessions", "budgets", "policy", "engine", "operator", "ext_proc", "transport",
+    "request",
+    "apis",
+    "store",
+    "detectors",
+    "sessions",
+    "budgets",
+    "policy",
+    "engine",
+    "operator",
+    "ext_proc",
+    "transport",
     "cli",
-)  # fmt: skip
+)
 
 GENERATED = "pb"
 # By name below the package, such as `store/memory`; a folder's name is its `__init__.py`.
 FILES = {
-    str(file.relative_to(ROOT).parent if file.name == "__init__.py" else file.relative_to(ROOT).with_suffix("")): file
+    str(
+        file.relative_to(ROOT).parent
+        if file.name == "__init__.py"
+        else file.relative_to(ROOT).with_suffix("")
+    ): file
     for file in sorted(ROOT.rglob("*.py"))
     if file.relative_to(ROOT).parts[0] != GENERATED and file != ROOT / "__init__.py"
 }
@@ -38,7 +52,8 @@ def list_imports(tree: ast.Module) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
-            # `from extproc.policy import rules` names a module, `from extproc.errors import X` a thing in one.
+            # `from extproc.policy import rules` names a module, `from extproc.errors import X` a
+            # thing in one.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             below = name.split(".")

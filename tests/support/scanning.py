@@ -22,7 +22,11 @@ class Scanned(NamedTuple):
     @property
     def loops(self) -> list[tuple[str, int, int, int, int]]:
         """Rule, first call, call with a note, refused call and last call of each loop."""
-        return [(loop.rule, loop.begins, loop.noted, loop.stopped, loop.ends) for run in self.runs for loop in run.loops]
+        return [
+            (loop.rule, loop.begins, loop.noted, loop.stopped, loop.ends)
+            for run in self.runs
+            for loop in run.loops
+        ]
 
     def count(self, kind: str) -> int:
         return self.problems[kind].count if kind in self.problems else 0
@@ -41,5 +45,12 @@ def scan_file(file: Path, longest: int = LONGEST) -> Scanned:
 def scan_values(folder: Path, values: Iterable[Any]) -> Scanned:
     """Scan a file with these lines; bytes are written as they are."""
     file = folder / "lines.jsonl"
-    file.write_bytes(b"".join([value if isinstance(value, bytes) else json.dumps(value).encode() + b"\n" for value in values]))
+    file.write_bytes(
+        b"".join(
+            [
+                value if isinstance(value, bytes) else json.dumps(value).encode() + b"\n"
+                for value in values
+            ]
+        )
+    )
     return scan_file(file)

@@ -47,11 +47,31 @@ def playing() -> Iterator[str]:
                 eventually(lambda: _has_settled(made.loopguard), "what the answers have cost")
                 asked = ["--admin", made.loopguard.admin_url]
                 main(
-                    ["kill", "--session", f"header:x-session-id=session-{scene.who}", "--reason", "runaway, incident 7", *asked]
+                    [
+                        "kill",
+                        "--session",
+                        f"header:x-session-id=session-{scene.who}",
+                        "--reason",
+                        "runaway, incident 7",
+                        *asked,
+                    ]
                 )
-                main(["allow", "--caller", "x-user-id=poller-7", "--for", "2h", "--reason", "waits for a build", *asked])
+                main(
+                    [
+                        "allow",
+                        "--caller",
+                        "x-user-id=poller-7",
+                        "--for",
+                        "2h",
+                        "--reason",
+                        "waits for a build",
+                        *asked,
+                    ]
+                )
                 eventually(lambda: scene.run(7) == 429 and scene.poll() == 200, "the orders")
-                eventually(lambda: "crm.find" in made.loopguard.get("/")[1], "all of it on the page")
+                eventually(
+                    lambda: "crm.find" in made.loopguard.get("/")[1], "all of it on the page"
+                )
                 yield made.loopguard.admin_url
     finally:
         model.stop()
@@ -100,4 +120,5 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     with playing() as page, browsing() as tab:
         for path in [*take_all(tab, page, FOLDER), *take_scan(tab, FOLDER)]:
-            print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")  # noqa: T201  # a command
+            # A command
+            print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")  # noqa: T201

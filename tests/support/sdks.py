@@ -50,18 +50,27 @@ class Job(NamedTuple):
 def ask_chat(job: Job) -> str:
     import openai
 
-    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    client = openai.OpenAI(
+        api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user}
+    )
     messages: Any = job.messages
     if not job.stream:
-        return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
-    pieces = client.chat.completions.create(model="m", messages=messages, stream=True, stream_options={"include_usage": True})
+        return (
+            client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+            or ""
+        )
+    pieces = client.chat.completions.create(
+        model="m", messages=messages, stream=True, stream_options={"include_usage": True}
+    )
     return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
 
 
 def ask_responses(job: Job) -> str:
     import openai
 
-    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    client = openai.OpenAI(
+        api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user}
+    )
     messages: Any = job.messages
     if not job.stream:
         return client.responses.create(model="m", input=messages).output_text
@@ -85,14 +94,21 @@ def ask_gemini(job: Job, *, retries: bool = False) -> str:
     from google import genai
     from google.genai import types
 
-    retry = types.HttpRetryOptions(attempts=3, initial_delay=0.01, max_delay=0.01) if retries else None
+    retry = (
+        types.HttpRetryOptions(attempts=3, initial_delay=0.01, max_delay=0.01) if retries else None
+    )
     options = types.HttpOptions(base_url=job.url, headers={USER: job.user}, retry_options=retry)
     client = genai.Client(api_key="none", http_options=options)
     roles = {"assistant": "model", "user": "user"}
-    contents: Any = [{"role": roles[said["role"]], "parts": [{"text": said["content"]}]} for said in job.messages]
+    contents: Any = [
+        {"role": roles[said["role"]], "parts": [{"text": said["content"]}]} for said in job.messages
+    ]
     if not job.stream:
         return client.models.generate_content(model="m", contents=contents).text or ""
-    return "".join(piece.text or "" for piece in client.models.generate_content_stream(model="m", contents=contents))
+    return "".join(
+        piece.text or ""
+        for piece in client.models.generate_content_stream(model="m", contents=contents)
+    )
 
 
 def ask_bedrock(job: Job, *, mode: str = "") -> str:
@@ -101,13 +117,27 @@ def ask_bedrock(job: Job, *, mode: str = "") -> str:
 
     config = Config(retries={"mode": mode} if mode else None)
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-    client: Any = boto3.client("bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=config, **keys)
-    client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: job.user}))
-    messages = [{"role": said["role"], "content": [{"text": said["content"]}]} for said in job.messages]
+    client: Any = boto3.client(
+        "bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=config, **keys
+    )
+    client.meta.events.register(
+        "before-call", lambda params, **_: params["headers"].update({USER: job.user})
+    )
+    messages = [
+        {"role": said["role"], "content": [{"text": said["content"]}]} for said in job.messages
+    ]
     if not job.stream:
-        return str(client.converse(modelId="m", messages=messages)["output"]["message"]["content"][0]["text"])
+        return str(
+            client.converse(modelId="m", messages=messages)["output"]["message"]["content"][0][
+                "text"
+            ]
+        )
     events = client.converse_stream(modelId="m", messages=messages)["stream"]
-    return "".join(event["contentBlockDelta"]["delta"]["text"] for event in events if "contentBlockDelta" in event)
+    return "".join(
+        event["contentBlockDelta"]["delta"]["text"]
+        for event in events
+        if "contentBlockDelta" in event
+    )
 
 
 def ask_anthropic_bedrock(job: Job) -> str:
@@ -129,7 +159,10 @@ def ask_ollama(job: Job) -> str:
     client = ollama.Client(host=job.url, headers={USER: job.user})
     if not job.stream:
         return client.chat(model="m", messages=job.messages).message.content or ""
-    return "".join(piece.message.content or "" for piece in client.chat(model="m", messages=job.messages, stream=True))
+    return "".join(
+        piece.message.content or ""
+        for piece in client.chat(model="m", messages=job.messages, stream=True)
+    )
 
 
 def ask_node(sdk: str, job: Job) -> Reply:
@@ -140,12 +173,19 @@ def ask_node(sdk: str, job: Job) -> Reply:
     process.stdin.write(json.dumps(question).encode() + b"\n")
     assert select.select([process.stdout], [], [], 300)[0], f"node does not answer {question}"
     answer = json.loads(process.stdout.readline())
-    return Reply(answer["text"]) if "text" in answer else Reply(answer["error"], answer["status"] or -1)
+    return (
+        Reply(answer["text"])
+        if "text" in answer
+        else Reply(answer["error"], answer["status"] or -1)
+    )
 
 
 @functools.cache
 def _start_asking() -> subprocess.Popen[bytes]:
-    """One process for all questions: an SDK takes longer to import than to ask. It ends with its stdin."""
+    """One process for all questions: an SDK takes longer to import than to ask.
+
+    It ends with its stdin.
+    """
     command = ["node", "--no-warnings", str(_install_node() / "ask.mjs")]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
@@ -153,7 +193,9 @@ def _start_asking() -> subprocess.Popen[bytes]:
 def run_node(script: str, arguments: Sequence[str], given: object) -> dict[str, Any]:
     """Output of a script in `node/`, which gets JSON. Skips the test where there is no node."""
     command = ["node", "--no-warnings", str(_install_node() / script), *arguments]
-    printed = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=300, check=False)
+    printed = subprocess.run(
+        command, input=json.dumps(given), capture_output=True, text=True, timeout=300, check=False
+    )
     assert printed.returncode == 0, printed.stderr
     answer: dict[str, Any] = json.loads(printed.stdout)
     return answer
@@ -172,10 +214,21 @@ def _install_node() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         shutil.copytree(source, folder, dirs_exist_ok=True)
         if not (folder / "installed").exists():
-            command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(folder)]
+            command = [
+                "npm",
+                "install",
+                "--no-audit",
+                "--no-fund",
+                "--ignore-scripts",
+                "--prefix",
+                str(folder),
+            ]
             made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if made.returncode:
-                pytest.skip(f"THE SDKS OF JAVASCRIPT CANNOT BE INSTALLED, and are not tested: {made.stderr[-500:]}")
+                pytest.skip(
+                    "THE SDKS OF JAVASCRIPT CANNOT BE INSTALLED, and are not tested: "
+                    f"{made.stderr[-500:]}"
+                )
             (folder / "installed").touch()
     return folder
 
@@ -247,9 +300,17 @@ def _ask_model_bedrock(url: str, model: str, headers: dict[str, str], *, call: s
 
     config = Config(retries={"total_max_attempts": 1})
     keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-    client: Any = boto3.client("bedrock-runtime", endpoint_url=url, region_name="us-east-1", config=config, **keys)
-    client.meta.events.register("before-call", lambda params, **_: params["headers"].update(headers))
-    asked = {"body": b"{}"} if call.startswith("invoke") else {"messages": [{"role": "user", "content": [{"text": "x"}]}]}
+    client: Any = boto3.client(
+        "bedrock-runtime", endpoint_url=url, region_name="us-east-1", config=config, **keys
+    )
+    client.meta.events.register(
+        "before-call", lambda params, **_: params["headers"].update(headers)
+    )
+    asked = (
+        {"body": b"{}"}
+        if call.startswith("invoke")
+        else {"messages": [{"role": "user", "content": [{"text": "x"}]}]}
+    )
     return getattr(client, call)(modelId=model, **asked)
 
 
@@ -257,24 +318,36 @@ def _ask_model_anthropic_bedrock(url: str, model: str, headers: dict[str, str]) 
     import anthropic
 
     keys: Any = {"aws_access_key": "none", "aws_secret_key": "none", "aws_region": "us-east-1"}
-    client = anthropic.AnthropicBedrock(base_url=url, max_retries=0, default_headers=headers, **keys)
+    client = anthropic.AnthropicBedrock(
+        base_url=url, max_retries=0, default_headers=headers, **keys
+    )
     return client.messages.create(model=model, max_tokens=5, messages=_QUESTION)
 
 
-def _ask_model_anthropic_vertex(url: str, model: str, headers: dict[str, str], *, call: str = "") -> object:
+def _ask_model_anthropic_vertex(
+    url: str, model: str, headers: dict[str, str], *, call: str = ""
+) -> object:
     import anthropic
 
     keys: Any = {"access_token": "none", "project_id": "p", "region": "us-east5"}
     client = anthropic.AnthropicVertex(base_url=url, max_retries=0, default_headers=headers, **keys)
     if call == "count":
         return client.messages.count_tokens(model=model, messages=_QUESTION)
-    return client.messages.create(model=model, max_tokens=5, messages=_QUESTION, stream=call == "stream")
+    return client.messages.create(
+        model=model, max_tokens=5, messages=_QUESTION, stream=call == "stream"
+    )
 
 
-def _ask_model_azure(url: str, model: str, headers: dict[str, str], *, deployment: str | None = None) -> object:
+def _ask_model_azure(
+    url: str, model: str, headers: dict[str, str], *, deployment: str | None = None
+) -> object:
     import openai
 
-    where: Any = {"azure_endpoint": url, "azure_deployment": deployment, "api_version": "2024-10-21"}
+    where: Any = {
+        "azure_endpoint": url,
+        "azure_deployment": deployment,
+        "api_version": "2024-10-21",
+    }
     client = openai.AzureOpenAI(api_key="none", max_retries=0, default_headers=headers, **where)
     return client.chat.completions.create(model=model, messages=_QUESTION)
 
@@ -282,15 +355,24 @@ def _ask_model_azure(url: str, model: str, headers: dict[str, str], *, deploymen
 def _ask_model_openai(url: str, model: str, headers: dict[str, str]) -> object:
     import openai
 
-    client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0, default_headers=headers)
+    client = openai.OpenAI(
+        api_key="none", base_url=f"{url}/v1", max_retries=0, default_headers=headers
+    )
     return client.chat.completions.create(model=model, messages=_QUESTION)
 
 
-def _ask_model_google(url: str, model: str, headers: dict[str, str], *, vertex: bool = False, stream: bool = False) -> object:
+def _ask_model_google(
+    url: str, model: str, headers: dict[str, str], *, vertex: bool = False, stream: bool = False
+) -> object:
     from google import genai
     from google.genai import types
 
-    on_vertex = {"vertexai": True, "project": "p", "location": "us-central1", "credentials": _Anonymous()}
+    on_vertex = {
+        "vertexai": True,
+        "project": "p",
+        "location": "us-central1",
+        "credentials": _Anonymous(),
+    }
     where: Any = on_vertex if vertex else {"api_key": "none"}
     client = genai.Client(http_options=types.HttpOptions(base_url=url, headers=headers), **where)
     if stream:
@@ -301,7 +383,12 @@ def _ask_model_google(url: str, model: str, headers: dict[str, str], *, vertex: 
 MODEL_SDKS: dict[str, AskModel] = {
     **{
         call: partial(_ask_model_bedrock, call=call)
-        for call in ("converse", "converse_stream", "invoke_model", "invoke_model_with_response_stream")
+        for call in (
+            "converse",
+            "converse_stream",
+            "invoke_model",
+            "invoke_model_with_response_stream",
+        )
     },
     "anthropic-bedrock": _ask_model_anthropic_bedrock,
     "anthropic-vertex": _ask_model_anthropic_vertex,

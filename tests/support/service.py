@@ -34,11 +34,13 @@ class FailingDocuments(MemoryDocuments):
         super().__init__(lambda: 0)
         self._check = check
 
-    async def put(self, kind: str, subject: str, *more: Any, **named: Any) -> None:  # noqa: ANN401  # as in MemoryDocuments
+    # As in MemoryDocuments
+    async def put(self, kind: str, subject: str, *more: Any, **named: Any) -> None:  # noqa: ANN401
         self._check(subject)
         await super().put(kind, subject, *more, **named)
 
-    async def drop(self, kind: str, subject: str, *more: Any, **named: Any) -> bool:  # noqa: ANN401  # as above
+    # As above
+    async def drop(self, kind: str, subject: str, *more: Any, **named: Any) -> bool:  # noqa: ANN401
         self._check(subject)
         return await super().drop(kind, subject, *more, **named)
 
@@ -50,18 +52,26 @@ class FailingDocuments(MemoryDocuments):
 class FailingStore:
     """A store that fails for keys that contain `failing`, at once or later."""
 
-    def __init__(self, failing: str = "", error: Exception | None = None, *, later: bool = False) -> None:
+    def __init__(
+        self, failing: str = "", error: Exception | None = None, *, later: bool = False
+    ) -> None:
         self._failing = failing
         self._error = error or StoreError("down", kind="connection")
         self._later = later
         self._memory = MemoryStore(Metrics())
         self.documents = FailingDocuments(self._check)
 
-    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+    def hit(
+        self, hits: Sequence[Question], now: int | None = None
+    ) -> list[Any] | Awaitable[list[Any]]:
         return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
 
-    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
-        return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
+    def push(
+        self, pushes: Sequence[AnyPush], now: int | None = None
+    ) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
+        return self._answer(
+            [pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now)
+        )
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         self._check(name)
@@ -71,7 +81,9 @@ class FailingStore:
         if self._failing in name:
             raise self._error
 
-    def _answer(self, keys: Sequence[str], ask: Callable[[], list[T]]) -> list[T] | Awaitable[list[T]]:
+    def _answer(
+        self, keys: Sequence[str], ask: Callable[[], list[T]]
+    ) -> list[T] | Awaitable[list[T]]:
         failing = any(self._failing in key for key in keys)
 
         async def answer() -> list[T]:
@@ -101,11 +113,15 @@ class RecordingStore(FailingStore):
         super().__init__(failing="never")
         self.keys: list[str] = []
 
-    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+    def hit(
+        self, hits: Sequence[Question], now: int | None = None
+    ) -> list[Any] | Awaitable[list[Any]]:
         self.keys += [hit.key for hit in hits]
         return super().hit(hits, now)
 
-    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
+    def push(
+        self, pushes: Sequence[AnyPush], now: int | None = None
+    ) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
         self.keys += [pushed.key for pushed in pushes]
         return super().push(pushes, now)
 
@@ -120,7 +136,13 @@ def make_service(
     metrics = Metrics()
     if local is None:
         local = MemoryStore(metrics)
-    return Service(make_engine(*policies), local if store is None else store, local, metrics, Settings(**settings))
+    return Service(
+        make_engine(*policies),
+        local if store is None else store,
+        local,
+        metrics,
+        Settings(**settings),
+    )
 
 
 @cache
@@ -191,4 +213,7 @@ def metadata_of(answer: ProcessingResponse) -> dict[str, Any]:
 
 
 def headers_of(answer: ProcessingResponse) -> dict[str, str]:
-    return {item.header.key: item.header.raw_value.decode() for item in answer.immediate_response.headers.set_headers}
+    return {
+        item.header.key: item.header.raw_value.decode()
+        for item in answer.immediate_response.headers.set_headers
+    }

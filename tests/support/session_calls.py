@@ -39,7 +39,14 @@ class Move(NamedTuple):
 
 class Client:
     def __init__(  # ways of clients
-        self, shape: str, *, ids: str, most_turns: int = 10**9, first_turns: int = 0, seed: int = 0, first_id: int = 0
+        self,
+        shape: str,
+        *,
+        ids: str,
+        most_turns: int = 10**9,
+        first_turns: int = 0,
+        seed: int = 0,
+        first_id: int = 0,
     ) -> None:
         """Start a conversation.
 
@@ -64,7 +71,9 @@ class Client:
         del self._turns[len(self._turns) - move.back :]
         if move.calls:
             self._number += 1
-            self._turns.append(Did(move.calls, tuple("ok" for _ in move.calls), number=self._number))
+            self._turns.append(
+                Did(move.calls, tuple("ok" for _ in move.calls), number=self._number)
+            )
             self.made += len(move.calls)
         if len(self._turns) > self._first + self._most:
             self._turns = [*self._turns[: self._first], *self._turns[-self._most :]]
@@ -102,11 +111,14 @@ def _shuffle(value: Any, order: Random) -> None:  # noqa: ANN401  # JSON
 
 def _is_call(item: Any) -> bool:  # noqa: ANN401  # JSON
     return isinstance(item, dict) and (
-        item.get("type") in ("tool_use", "function_call", "function") or bool({"toolUse", "functionCall"} & item.keys())
+        item.get("type") in ("tool_use", "function_call", "function")
+        or bool({"toolUse", "functionCall"} & item.keys())
     )
 
 
-def follow(client: Client, moves: Sequence[Move], ask: Asking, key: str = "session:p::s1:7f") -> list[tuple[int, int]]:
+def follow(
+    client: Client, moves: Sequence[Move], ask: Asking, key: str = "session:p::s1:7f"
+) -> list[tuple[int, int]]:
     """Calls counted and calls made, after each request."""
     found = []
     for number, move in enumerate(moves, 1):
@@ -119,7 +131,18 @@ def make_request(body: bytes, number: int, key: str = "session:p::s1:7f") -> Ste
     calls = read_tool_calls(Document(body))
     name = number.to_bytes(8)
     keys = (key, "sessions:p::7f")
-    return Step(*keys, LIMITS, name, name, 0, calls.records, calls.total, calls.newest, calls.tools, (0, 0, 0))
+    return Step(
+        *keys,
+        LIMITS,
+        name,
+        name,
+        0,
+        calls.records,
+        calls.total,
+        calls.newest,
+        calls.tools,
+        (0, 0, 0),
+    )
 
 
 def in_memory() -> Asking:

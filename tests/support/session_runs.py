@@ -23,13 +23,31 @@ def _name_run(changes: dict[str, Any]) -> RunName:
     return RunName(**{field: changes.pop(field, value) for field, value in known.items()})
 
 
-def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
+def note(
+    table: SessionTable,
+    standing: Standing,
+    call: int = 0,
+    *,
+    now: float = 1_000.0,
+    **changes: Any,  # noqa: ANN401
+) -> None:
     name = _name_run(changes)
-    fields: dict[str, Any] = {"caller": [("x-team", "red")], "model": "gpt-4o", "tools": ("search",)}
+    fields: dict[str, Any] = {
+        "caller": [("x-team", "red")],
+        "model": "gpt-4o",
+        "tools": ("search",),
+    }
     table.note(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
 
 
-def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
+def settle(
+    table: SessionTable,
+    standing: Standing,
+    call: int = 0,
+    *,
+    now: float = 1_000.0,
+    **changes: Any,  # noqa: ANN401
+) -> None:
     name = _name_run(changes)
     fields: dict[str, Any] = {"model": "gpt-4o", "status": 200, "usage": USAGE}
     table.settle(name=name, standing=standing, call=name_call(call), now=now, **(fields | changes))
@@ -37,6 +55,9 @@ def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float
 
 def list_rows(*tables: SessionTable, since: float = 0) -> list[SessionRow]:
     """The rows of all replicas, read through their boards."""
-    packed = {str(place): table.make_document(shows_callers=True).pack() for place, table in enumerate(tables)}
+    packed = {
+        str(place): table.make_document(shows_callers=True).pack()
+        for place, table in enumerate(tables)
+    }
     documents = unpack_all(packed, SessionDocument)
     return merge_sessions((row for document in documents.values() for row in document.rows), since)

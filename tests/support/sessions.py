@@ -24,12 +24,18 @@ USER = {"x_user_id": "ann"}
 
 
 def agents(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
-    return policy("agents", ANY, **{"similarity": "turns", "limit_keys": ["header:x-user-id"], "session": {}, **more})
+    return policy(
+        "agents",
+        ANY,
+        **{"similarity": "turns", "limit_keys": ["header:x-user-id"], "session": {}, **more},
+    )
 
 
 def turn(number: int, done: Did = STUCK) -> bytes:
     """A request whose history is condensed to its newest turn."""
-    return json.dumps(as_chat([done._replace(number=number, thought=f"Thought {number}.")])).encode()
+    return json.dumps(
+        as_chat([done._replace(number=number, thought=f"Thought {number}.")])
+    ).encode()
 
 
 def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse, bool]:  # noqa: ANN401  # of `headers`
@@ -57,5 +63,6 @@ def send(service: Service, data: bytes, **named: Any) -> int:  # noqa: ANN401  #
     return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
 
 
-def send_all(service: Service, bodies: Sequence[bytes], **named: Any) -> list[int]:  # noqa: ANN401  # of `headers`
+# Of `headers`
+def send_all(service: Service, bodies: Sequence[bytes], **named: Any) -> list[int]:  # noqa: ANN401
     return [send(service, data, **named) for data in bodies]

@@ -1,6 +1,7 @@
 """Sends requests of new callers, each with session limits and a budget, and prints how many megabytes the process grows.
 
-`.venv/bin/python -m tests.support.soak 24000` prints eight lines, one for each eighth of the callers.
+`.venv/bin/python -m tests.support.soak 24000` prints eight lines, one for each eighth of the
+callers.
 """
 
 from __future__ import annotations

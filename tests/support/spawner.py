@@ -1,7 +1,7 @@
 """Starts Loopguards by fork from a process that has imported the program: imports take nine tenths of a start.
 
-A spawner is a fresh interpreter without threads or open files, so nothing but the imports is shared. tests/doors/cli starts the
-command itself.
+A spawner is a fresh interpreter without threads or open files, so nothing but the imports is
+shared. tests/doors/cli starts the command itself.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Spawned:
 def main() -> None:
     """Answer questions on stdin, one a line: a start with a process id, a process id with its exit code."""
     gc.disable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then close the input
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the tests, which then close the input
     from extproc.cli.commands.serve import silence_grpc
 
     silence_grpc()

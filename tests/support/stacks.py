@@ -14,12 +14,19 @@ from tests.support.usage import Model
 
 
 @contextmanager
-def open_stack(policies: object, *arguments: str, replicas: int = 1, **options: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
+def open_stack(
+    policies: object,
+    *arguments: str,
+    replicas: int = 1,
+    **options: Any,  # noqa: ANN401  # of `stack`
+) -> Iterator[Stack]:
     """A stack. Several replicas share a new server unless the flags name one."""
     with ExitStack() as opened:
         alone = replicas > 1 and "--store" not in arguments
         store = ("--store", f"redis://{opened.enter_context(server()).address}") if alone else ()
-        yield opened.enter_context(stack(policies, *store, *arguments, replicas=replicas, **options))
+        yield opened.enter_context(
+            stack(policies, *store, *arguments, replicas=replicas, **options)
+        )
 
 
 @contextmanager
@@ -31,7 +38,9 @@ def open_before_model(
 ) -> Iterator[tuple[Stack, Model]]:
     model = Model()
     try:
-        with open_stack(policies, *arguments, replicas=replicas, upstream=model.address, **options) as made:
+        with open_stack(
+            policies, *arguments, replicas=replicas, upstream=model.address, **options
+        ) as made:
             yield made, model
     finally:
         model.stop()

@@ -30,16 +30,33 @@ class SteadyStore(FailingStore):
         super().__init__(**{"failing": "never", **more})
         self._harm = harm
 
-    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:  # noqa: ARG002  # stands
-        answers: list[Any] | Awaitable[list[Any]] = self._treat([hit.key for hit in hits], super().hit(hits, 1_000_000))
+    def hit(
+        self,
+        hits: Sequence[Question],
+        now: int | None = None,  # noqa: ARG002  # stands
+    ) -> list[Any] | Awaitable[list[Any]]:
+        answers: list[Any] | Awaitable[list[Any]] = self._treat(
+            [hit.key for hit in hits], super().hit(hits, 1_000_000)
+        )
         return answers
 
-    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:  # noqa: ARG002  # stands
-        answers: list[Kept] = self._treat([pushed.key for pushed in pushes], super().push(pushes, 1_000_000))
+    def push(
+        self,
+        pushes: Sequence[AnyPush],
+        now: int | None = None,  # noqa: ARG002  # stands
+    ) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
+        answers: list[Kept] = self._treat(
+            [pushed.key for pushed in pushes], super().push(pushes, 1_000_000)
+        )
         return answers
 
-    def _treat(self, keys: Sequence[str], answers: Any) -> Any:  # noqa: ANN401  # whatever the harm makes of them
-        return answers if self._harm is None or not any("shadow:" in key for key in keys) else self._harm(answers)
+    # Whatever the harm makes of them
+    def _treat(self, keys: Sequence[str], answers: Any) -> Any:  # noqa: ANN401
+        return (
+            answers
+            if self._harm is None or not any("shadow:" in key for key in keys)
+            else self._harm(answers)
+        )
 
 
 # The answer without metadata, its delay, what is sent first, and the metadata.
@@ -53,9 +70,15 @@ def ask(service: Service, agent: Agent, data: bytes) -> list[Told]:
         for message in (headers(PATHS[agent.shape], **agent.sent), body(data)):  # type: ignore[arg-type]  # of **more
             reply = run(_receive(stream, message.SerializeToString()))
             answer = decoded(reply)
-            told_of = {key: value for key, value in metadata_of(answer).items() if not key.startswith("session")}
+            told_of = {
+                key: value
+                for key, value in metadata_of(answer).items()
+                if not key.startswith("session")
+            }
             answer.ClearField("dynamic_metadata")
-            told.append((_NAME.sub(b"", answer.SerializeToString()), reply.hold_ms, reply.first, told_of))
+            told.append(
+                (_NAME.sub(b"", answer.SerializeToString()), reply.hold_ms, reply.first, told_of)
+            )
             if reply.done:
                 break
     finally:

@@ -14,12 +14,19 @@ TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {
 
 # Two tools, or one, in each API.
 DECLARED: dict[str, dict[str, Any]] = {
-    "chat": {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]},
+    "chat": {
+        "tools": [
+            {"type": "function", "function": {"name": "f"}},
+            {"type": "function", "function": {"name": "g"}},
+        ]
+    },
     "ollama": {"tools": [{"type": "function", "function": {"name": "f"}}]},
     "responses": {"tools": [{"type": "function", "name": "f"}], "tool_choice": "required"},
     "anthropic": {"tools": [{"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]},
     "gemini": {"tools": [{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}]},
-    "bedrock": {"toolConfig": {"tools": [{"toolSpec": {"name": "f"}}, {"toolSpec": {"name": "g"}}]}},
+    "bedrock": {
+        "toolConfig": {"tools": [{"toolSpec": {"name": "f"}}, {"toolSpec": {"name": "g"}}]}
+    },
 }
 
 # Forbids calls; the other two APIs have no such choice.

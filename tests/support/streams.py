@@ -6,7 +6,9 @@ import h2.events
 from tests.support.harness import Stack
 
 
-def over_http2(made: Stack, path: str, headers: dict[str, str], *, trailers: bool = False) -> tuple[str, bytes]:
+def over_http2(
+    made: Stack, path: str, headers: dict[str, str], *, trailers: bool = False
+) -> tuple[str, bytes]:
     """Status and body of one GET over HTTP/2 with prior knowledge."""
     http = h2.connection.H2Connection()
     http.initiate_connection()

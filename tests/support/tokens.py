@@ -16,7 +16,8 @@ def encode(data: bytes) -> str:
 KEY = {"kty": "oct", "alg": "HS256", "kid": "k", "k": encode(SECRET)}
 
 
-def sign(key: bytes = SECRET, **claims: Any) -> dict[str, str]:  # noqa: ANN401  # whatever a claim holds
+# Whatever a claim holds
+def sign(key: bytes = SECRET, **claims: Any) -> dict[str, str]:  # noqa: ANN401
     payload = {"exp": 4_000_000_000, **claims}
     parts = [encode(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "k"}, payload)]
     signature = hmac.new(key, ".".join(parts).encode(), hashlib.sha256).digest()

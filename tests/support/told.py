@@ -1,4 +1,7 @@
-"""What a service tells of single requests. Each has a new caller, so no request knows of another."""
+"""What a service tells of single requests.
+
+Each has a new caller, so no request knows of another.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,12 @@ def read_told(answer: ProcessingResponse) -> Told:
     words = _WORDS.search(text)
     what, more = words.groups() if words is not None else ("", "")
     return Told(
-        told.get("action", "allow"), int(told.get("count", 0)), told.get("tool", ""), what, more, told.get("fingerprint", "")
+        told.get("action", "allow"),
+        int(told.get("count", 0)),
+        told.get("tool", ""),
+        what,
+        more,
+        told.get("fingerprint", ""),
     )
 
 
@@ -84,7 +92,15 @@ def _serve(policy_keys: str) -> Service:
 
 def serve(**keys: Any) -> Service:  # noqa: ANN401  # of `policy`
     """A service with one detector, `turns` by default. It is shared, since each caller is new."""
-    return _serve(json.dumps({"similarity": "turns", **({"incidents": False} if "similarity" not in keys else {}), **keys}))
+    return _serve(
+        json.dumps(
+            {
+                "similarity": "turns",
+                **({"incidents": False} if "similarity" not in keys else {}),
+                **keys,
+            }
+        )
+    )
 
 
 def send(service: Service, value: object, caller: str = "", **named: Any) -> ProcessingResponse:  # noqa: ANN401  # of `headers`
@@ -101,9 +117,13 @@ def tell_all(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN4
     return [read_told(send(serve(**keys), value, caller)) for value in values]
 
 
-def tell_session(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401  # of `policy`
+# Of `policy`
+def tell_session(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401
     caller = f"caller {next(_CALLERS)}"
-    return [read_told(send(serve(session={}, **keys), value, caller, session_id="s")) for value in values]
+    return [
+        read_told(send(serve(session={}, **keys), value, caller, session_id="s"))
+        for value in values
+    ]
 
 
 def is_loop(value: object, **keys: Any) -> bool:  # noqa: ANN401  # of `policy`
@@ -121,4 +141,7 @@ def find_reason(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `polic
     service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
     send(service, value)
     samples = [item for metric in service.metrics.uncounted.collect() for item in metric.samples]
-    return next((item.labels["reason"] for item in samples if item.name.endswith("_total") and item.value), "")
+    return next(
+        (item.labels["reason"] for item in samples if item.name.endswith("_total") and item.value),
+        "",
+    )

@@ -1,7 +1,7 @@
 """The functions that one request passes through, in order, as Markdown.
 
-`python -m tests.support.trace turns` prints one kind of request, without a name all. It traces the sources: compiled functions
-do not report calls.
+`python -m tests.support.trace turns` prints one kind of request, without a name all. It traces the
+sources: compiled functions do not report calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Request: TypeAlias = tuple[dict[str, Any], Callable[[int], bytes]]
 # All pass. Those of `session` are `turns` with a session.
 REQUESTS: dict[str, Request] = {
     "exact": (samples.policy(), samples.chat_body),
-    "turns": (samples.policy(similarity="turns"), lambda number: samples.agent_body(1, number + _CALLS)),
+    "turns": (
+        samples.policy(similarity="turns"),
+        lambda number: samples.agent_body(1, number + _CALLS),
+    ),
     "session": (samples.talk(), lambda number: samples.agent_body(1, number + _CALLS)),
 }
 
@@ -59,12 +62,18 @@ class Way:
             lines += ["", f"## {room.removesuffix('.py')}"]
             for module in [module for module in self.modules if module.partition("/")[0] == room]:
                 lines += ["", f"`{module}`", ""]
-                lines += [f"{numbers[each]}. `{each[1]}`{describe(*each)}" for each in self.functions if each[0] == module]
+                lines += [
+                    f"{numbers[each]}. `{each[1]}`{describe(*each)}"
+                    for each in self.functions
+                    if each[0] == module
+                ]
         return "\n".join(lines)
 
 
 def describe(module: str, function: str) -> str:
-    found = sys.modules[f"extproc.{module.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__")]
+    found = sys.modules[
+        f"extproc.{module.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__")
+    ]
     try:
         words = attrgetter(function)(found).__doc__
     except AttributeError:  # of a function in a function
@@ -73,7 +82,10 @@ def describe(module: str, function: str) -> str:
 
 
 def trace(policy: dict[str, Any], write_body: Callable[[int], bytes]) -> Way:
-    """The way of a client's third request, when all caches are warm. Raises RuntimeError if it was refused."""
+    """The way of a client's third request, when all caches are warm.
+
+    Raises RuntimeError if it was refused.
+    """
     serving = samples.service(samples.engine([policy]))
     for number in range(2):
         samples.process(serving, make_messages(write_body(number)))

@@ -65,21 +65,37 @@ def write_claude_code(session: AgentSession) -> Lines:
     """Claude Code writes a line for each block of an answer, with results between them."""
     lines: Lines = [
         {"type": "queue-operation", "operation": "enqueue", "sessionId": session.name},
-        {"type": "file-history-snapshot", "messageId": "m", "snapshot": {}, "isSnapshotUpdate": False},
+        {
+            "type": "file-history-snapshot",
+            "messageId": "m",
+            "snapshot": {},
+            "isSnapshotUpdate": False,
+        },
     ]
     parent: str | None = None
     number = 0
     for message in as_anthropic(session.turns)["messages"]:
         answers = message["role"] == "assistant"
         number += answers
-        content = message["content"] if isinstance(message["content"], list) else [message["content"]]
-        blocks = [block for block in content if isinstance(block, str) or block.get("thinking") != ""]
+        content = (
+            message["content"] if isinstance(message["content"], list) else [message["content"]]
+        )
+        blocks = [
+            block for block in content if isinstance(block, str) or block.get("thinking") != ""
+        ]
         for block in blocks:
             uuid = str(UUID(int=hash_name(session.name, len(lines))))
-            said: Json = {"role": message["role"], "content": [block] if isinstance(block, dict) else block}
+            said: Json = {
+                "role": message["role"],
+                "content": [block] if isinstance(block, dict) else block,
+            }
             if answers:
                 fresh, output, read, written = session.count_tokens(number)
-                said |= {"id": f"msg_{session.name}_{number}", "type": "message", "model": session.model}
+                said |= {
+                    "id": f"msg_{session.name}_{number}",
+                    "type": "message",
+                    "model": session.model,
+                }
                 said["usage"] = {
                     "input_tokens": fresh,
                     "cache_creation_input_tokens": written,
@@ -106,13 +122,22 @@ def write_claude_code(session: AgentSession) -> Lines:
 
 
 def write_codex(session: AgentSession) -> Lines:
-    meta = {"id": session.name, "cwd": session.project, "originator": "codex_exec", "cli_version": "0.169.0"}
+    meta = {
+        "id": session.name,
+        "cwd": session.project,
+        "originator": "codex_exec",
+        "cli_version": "0.169.0",
+    }
     if session.side:
         meta["parent_thread_id"] = session.side
     begins = write_time(session.begins)
     lines: Lines = [
         {"timestamp": begins, "type": "session_meta", "payload": meta},
-        {"timestamp": begins, "type": "turn_context", "payload": {"cwd": session.project, "model": session.model}},
+        {
+            "timestamp": begins,
+            "type": "turn_context",
+            "payload": {"cwd": session.project, "model": session.model},
+        },
     ]
     number, answering = 0, False
     for item in as_responses(session.turns)["input"]:
@@ -123,7 +148,9 @@ def write_codex(session: AgentSession) -> Lines:
             lines.append(_count_codex(session, number))
         answering = answers
         time = write_time(session.tell_time(max(number, 1)))
-        lines.append({"timestamp": time, "type": "response_item", "payload": {"type": kind, **item}})
+        lines.append(
+            {"timestamp": time, "type": "response_item", "payload": {"type": kind, **item}}
+        )
     if answering:
         lines.append(_count_codex(session, number))
     return lines
@@ -131,7 +158,9 @@ def write_codex(session: AgentSession) -> Lines:
 
 def copy_claude_code(parent: AgentSession, session: AgentSession, calls: int) -> Lines:
     """A session that starts with copies of its parent's calls, under its own session id."""
-    copied = _take_calls(write_claude_code(parent), calls, lambda line: line.get("message", {}).get("id"))
+    copied = _take_calls(
+        write_claude_code(parent), calls, lambda line: line.get("message", {}).get("id")
+    )
     own = write_claude_code(session)
     rest = own[len(_take_calls(own, calls, lambda line: line.get("message", {}).get("id"))) :]
     return [{**line, "sessionId": session.name} for line in [*copied, *rest]]
@@ -148,14 +177,20 @@ def fork_codex(parent: AgentSession, session: AgentSession, calls: int) -> Lines
 
 
 def _take_calls(lines: Lines, calls: int, find_answer: Callable[[Json], object]) -> Lines:
-    answers = list(dict.fromkeys(answer for line in lines if (answer := find_answer(line)) is not None))
+    answers = list(
+        dict.fromkeys(answer for line in lines if (answer := find_answer(line)) is not None)
+    )
     if len(answers) <= calls:
         return lines
-    return lines[: next(place for place, line in enumerate(lines) if find_answer(line) == answers[calls])]
+    return lines[
+        : next(place for place, line in enumerate(lines) if find_answer(line) == answers[calls])
+    ]
 
 
 def _find_codex_answer(line: Json) -> object:
-    return line["timestamp"] if line["payload"].get("type") in {"reasoning", "function_call"} else None
+    return (
+        line["timestamp"] if line["payload"].get("type") in {"reasoning", "function_call"} else None
+    )
 
 
 COPIES: dict[str, Callable[[AgentSession, AgentSession, int], Lines]] = {
@@ -173,13 +208,25 @@ def _count_codex(session: AgentSession, number: int) -> Json:
         "output_tokens": output,
     }
     payload = {"type": "token_count", "info": {"total_token_usage": {}, "last_token_usage": last}}
-    return {"timestamp": write_time(session.tell_time(number)), "type": "event_msg", "payload": payload}
+    return {
+        "timestamp": write_time(session.tell_time(number)),
+        "type": "event_msg",
+        "payload": payload,
+    }
 
 
 def write_gemini_cli(session: AgentSession) -> Lines:
     """Gemini CLI writes each answer as it comes, and again with its results."""
-    about = {"sessionId": session.name, "projectHash": "ab12", "startTime": write_time(session.begins), "kind": "main"}
-    lines: Lines = [about, {"id": "u0", "type": "user", "content": "Fix it.", "timestamp": write_time(session.begins)}]
+    about = {
+        "sessionId": session.name,
+        "projectHash": "ab12",
+        "startTime": write_time(session.begins),
+        "kind": "main",
+    }
+    lines: Lines = [
+        about,
+        {"id": "u0", "type": "user", "content": "Fix it.", "timestamp": write_time(session.begins)},
+    ]
     contents = as_gemini(session.turns)["contents"][1:]
     number = 0
     for place, content in enumerate(contents):
@@ -189,22 +236,39 @@ def write_gemini_cli(session: AgentSession) -> Lines:
             continue
         number += 1
         fresh, output, read, written = session.count_tokens(number)
-        behind = contents[place + 1]["parts"] if place + 1 < len(contents) and contents[place + 1]["role"] == "user" else []
+        behind = (
+            contents[place + 1]["parts"]
+            if place + 1 < len(contents) and contents[place + 1]["role"] == "user"
+            else []
+        )
         results = [part for part in behind if "functionResponse" in part]
         calls = [part["functionCall"] for part in content["parts"] if "functionCall" in part]
         answer = {
             "id": f"{session.name}-{number}",
             "type": "gemini",
-            "content": "".join(part["text"] for part in content["parts"] if "text" in part and not part.get("thought")),
+            "content": "".join(
+                part["text"]
+                for part in content["parts"]
+                if "text" in part and not part.get("thought")
+            ),
             "timestamp": write_time(session.tell_time(number)),
             "model": session.model,
             "tokens": {"input": fresh + read + written, "cached": read + written, "output": output},
         }
         called = [
-            {"id": f"c{number}-{at}", **call, "status": "success", "result": results[at : at + 1] or None}
+            {
+                "id": f"c{number}-{at}",
+                **call,
+                "status": "success",
+                "result": results[at : at + 1] or None,
+            }
             for at, call in enumerate(calls)
         ]
-        lines += [answer, {"$set": {"lastUpdated": write_time(session.tell_time(number))}}, {**answer, "toolCalls": called}]
+        lines += [
+            answer,
+            {"$set": {"lastUpdated": write_time(session.tell_time(number))}},
+            {**answer, "toolCalls": called},
+        ]
     return lines
 
 
@@ -264,7 +328,10 @@ _USAGE: dict[str, Callable[[int, int, int, int], Json]] = {
             "cacheWriteInputTokens": written,
         }
     },
-    "ollama": lambda fresh, output, read, written: {"prompt_eval_count": fresh + read + written, "eval_count": output},
+    "ollama": lambda fresh, output, read, written: {
+        "prompt_eval_count": fresh + read + written,
+        "eval_count": output,
+    },
 }
 
 
@@ -275,7 +342,8 @@ def write_requests(session: AgentSession, api: str) -> Lines:
             "time": write_time(session.tell_time(number)),
             "path": path,
             "agent": session.agent,
-            "request": SHAPES[api](session.turns[: number - 1]) | ({} if api == "gemini" else {"model": session.model}),
+            "request": SHAPES[api](session.turns[: number - 1])
+            | ({} if api == "gemini" else {"model": session.model}),
             "response": _USAGE[api](*session.count_tokens(number)),
         }
         for number in range(1, session.calls + 1)
@@ -285,7 +353,8 @@ def write_requests(session: AgentSession, api: str) -> Lines:
 def write_otlp(session: AgentSession, way: str = "messages") -> Lines:
     """Spans of model calls, as the collector's file exporter writes them.
 
-    `way` is the form of messages: `messages`, `structured`, `events`, `numbered` or `openinference`.
+    `way` is the form of messages: `messages`, `structured`, `events`, `numbered` or
+        `openinference`.
     """
     return [_write_span(session, number, way) for number in range(1, session.calls + 1)]
 
@@ -311,12 +380,17 @@ def _write_span(session: AgentSession, number: int, way: str) -> Json:
             attributes["gen_ai.input.messages"] = _write_parts(chat)
         case "events":
             events = [
-                {"name": f"gen_ai.{message['role']}.message", "attributes": _write_attributes(_flatten(message))}
+                {
+                    "name": f"gen_ai.{message['role']}.message",
+                    "attributes": _write_attributes(_flatten(message)),
+                }
                 for message in chat
             ]
         case "numbered" | "openinference":
             openinference = way == "openinference"
-            head, inner = ("llm.input_messages", "message.") if openinference else ("gen_ai.prompt", "")
+            head, inner = (
+                ("llm.input_messages", "message.") if openinference else ("gen_ai.prompt", "")
+            )
             for place, message in enumerate(chat):
                 for key, value in _number(message, openinference=openinference).items():
                     attributes[f"{head}.{place}.{inner}{key}"] = value
@@ -337,10 +411,16 @@ def _write_parts(chat: Iterable[Json]) -> list[Json]:
     written = []
     for message in chat:
         if message["role"] == "tool":
-            response = {"type": "tool_call_response", "id": message["tool_call_id"], "response": message["content"]}
+            response = {
+                "type": "tool_call_response",
+                "id": message["tool_call_id"],
+                "response": message["content"],
+            }
             written.append({"role": "tool", "parts": [response]})
             continue
-        parts: list[Json] = [{"type": "text", "content": message["content"]}] if message["content"] else []
+        parts: list[Json] = (
+            [{"type": "text", "content": message["content"]}] if message["content"] else []
+        )
         parts += [
             {
                 "type": "tool_call",
@@ -362,7 +442,11 @@ def _flatten(message: Json) -> Json:
 
 
 def _number(message: Json, *, openinference: bool) -> Json:
-    found = {"role": message["role"], "content": _join(message["content"]), "tool_call_id": message.get("tool_call_id")}
+    found = {
+        "role": message["role"],
+        "content": _join(message["content"]),
+        "tool_call_id": message.get("tool_call_id"),
+    }
     inner = ("tool_call.", "tool_call.function.") if openinference else ("", "")
     for place, call in enumerate(message.get("tool_calls", ())):
         found[f"tool_calls.{place}.{inner[0]}id"] = call["id"]

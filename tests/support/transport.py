@@ -20,11 +20,21 @@ from extproc.transport.grpcio import GrpcServer
 from extproc.transport.health import EXT_PROC, HEALTH, Health
 from tests.support.harness import PATIENCE
 
-TRANSPORTS: dict[str, Callable[[Service, Health], Transport]] = {"fast": FastServer, "grpcio": GrpcServer}
+TRANSPORTS: dict[str, Callable[[Service, Health], Transport]] = {
+    "fast": FastServer,
+    "grpcio": GrpcServer,
+}
 
 
 class Running:
-    def __init__(self, server: Transport, service: Service, health: Health, channel: grpc.aio.Channel, where: str) -> None:
+    def __init__(
+        self,
+        server: Transport,
+        service: Service,
+        health: Health,
+        channel: grpc.aio.Channel,
+        where: str,
+    ) -> None:
         self.server = server
         self.service = service
         self.health = health
@@ -63,4 +73,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}

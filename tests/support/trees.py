@@ -67,7 +67,9 @@ class PlainTree:
         assert tree is not None
         again = self._seen.get(asked.identity, 3) < 3
         over = 0 <= asked.limits.steps <= self._steps and not again
-        verdict: tuple[str, int, int] = ("max_steps", self._steps, asked.limits.steps) if over else ("", 0, 0)
+        verdict: tuple[str, int, int] = (
+            ("max_steps", self._steps, asked.limits.steps) if over else ("", 0, 0)
+        )
         depth, begins = self._meet(tree, now), False
         if tree.agent and not depth and not over:
             parent = self._agents.get(tree.parent)
@@ -84,7 +86,13 @@ class PlainTree:
             self._row += over
         else:
             self._pass(asked.identity, again, now)
-        return Told(*verdict, self._steps, self._blocks, self._row, (self._begun, self._refused, depth, begins))
+        return Told(
+            *verdict,
+            self._steps,
+            self._blocks,
+            self._row,
+            (self._begun, self._refused, depth, begins),
+        )
 
     def _meet(self, tree: TreeStep, now: int) -> int:
         known = self._agents.pop(tree.agent, None)
@@ -127,10 +135,16 @@ AGENT_LIMITS_OF_ALL_KINDS = st.builds(
 
 _GAPS = st.integers(0, 4_000) | st.sampled_from([29_000, 59_999, 60_000, 61_000])
 
-# Agent (0 is the root), parent, move, milliseconds. Ten agents claim anything: that they are their own
-# parents, or have an unknown one.
+# Agent (0 is the root), parent, move, milliseconds. Ten agents claim anything: that they are their
+# own parents, or have an unknown one.
 TREE_MOVES = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(0, 10), st.sampled_from(["step", "step", "step", "retry"]), _GAPS), max_size=60
+    st.tuples(
+        st.integers(0, 9),
+        st.integers(0, 10),
+        st.sampled_from(["step", "step", "step", "retry"]),
+        _GAPS,
+    ),
+    max_size=60,
 )
 
 
@@ -147,5 +161,12 @@ def play_tree(
         if move == "step" or not newest[agent]:
             newest[agent] = number
         allowed = limits[number % len(limits)]
-        told.append(ask(ask_in_tree(newest[agent], agent, allowed, parent, session, call=number.to_bytes(16)), now))
+        told.append(
+            ask(
+                ask_in_tree(
+                    newest[agent], agent, allowed, parent, session, call=number.to_bytes(16)
+                ),
+                now,
+            )
+        )
     return told

@@ -34,7 +34,9 @@ _SEPARATORS = ((", ", ": "), (",", ":"), (",\n ", " : "))
 def _spelled(arguments: dict[str, Any], number: int) -> str:
     """Arguments in a spelling that changes from turn to turn."""
     items = list(arguments.items())
-    return json.dumps(dict(items[::-1] if number % 2 else items), separators=_SEPARATORS[number % 3])
+    return json.dumps(
+        dict(items[::-1] if number % 2 else items), separators=_SEPARATORS[number % 3]
+    )
 
 
 def _numbered(turns: Sequence[Did]) -> list[tuple[int, Did]]:
@@ -42,10 +44,17 @@ def _numbered(turns: Sequence[Did]) -> list[tuple[int, Did]]:
 
 
 def as_chat(turns: Sequence[Did]) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Fix it."},
+    ]
     for number, turn in _numbered(turns):
         calls = [
-            {"id": f"c{number}-{place}", "type": "function", "function": {"name": name, "arguments": _spelled(given, number)}}
+            {
+                "id": f"c{number}-{place}",
+                "type": "function",
+                "function": {"name": name, "arguments": _spelled(given, number)},
+            }
             for place, (name, given) in enumerate(turn.calls)
         ]
         messages.append({"role": "assistant", "content": turn.thought or None, "tool_calls": calls})
@@ -61,20 +70,35 @@ def as_ollama(turns: Sequence[Did]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
     for _, turn in _numbered(turns):
         calls = [{"function": {"name": name, "arguments": given}} for name, given in turn.calls]
-        messages.append({"role": "assistant", "content": "", "thinking": turn.thought, "tool_calls": calls})
-        messages += [{"role": "tool", "tool_name": "t", "content": result} for result in turn.results]
+        messages.append(
+            {"role": "assistant", "content": "", "thinking": turn.thought, "tool_calls": calls}
+        )
+        messages += [
+            {"role": "tool", "tool_name": "t", "content": result} for result in turn.results
+        ]
         if turn.user:
             messages.append({"role": "user", "content": turn.user})
     return {"model": "m", "stream": False, "messages": messages}
 
 
 def as_responses(turns: Sequence[Did]) -> dict[str, Any]:
-    items: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "input_text", "text": "Fix it."}]}]
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Fix it."}]}
+    ]
     for number, turn in _numbered(turns):
-        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "encrypted_content": turn.thought})
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{number}",
+                "summary": [],
+                "encrypted_content": turn.thought,
+            }
+        )
         if turn.thought:
             said = [{"type": "output_text", "text": turn.thought}]
-            items.append({"type": "message", "id": f"m{number}", "role": "assistant", "content": said})
+            items.append(
+                {"type": "message", "id": f"m{number}", "role": "assistant", "content": said}
+            )
         items += [
             {
                 "type": "function_call",
@@ -98,7 +122,9 @@ def as_anthropic(turns: Sequence[Did]) -> dict[str, Any]:
     """Anthropic's messages, with the reminders that Claude Code adds to results."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
     for number, turn in _numbered(turns):
-        blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": turn.thought, "signature": f"s{number}"}]
+        blocks: list[dict[str, Any]] = [
+            {"type": "thinking", "thinking": turn.thought, "signature": f"s{number}"}
+        ]
         blocks += [{"type": "text", "text": turn.thought}] if turn.thought else []
         blocks += [
             {"type": "tool_use", "id": f"toolu_{number}_{place}", "name": name, "input": given}
@@ -110,7 +136,12 @@ def as_anthropic(turns: Sequence[Did]) -> dict[str, Any]:
             for place, result in enumerate(turn.results)
         ]
         if said and number % 2:
-            said.append({"type": "text", "text": f"<system-reminder>\nThis is turn {number}.\n</system-reminder>"})
+            said.append(
+                {
+                    "type": "text",
+                    "text": f"<system-reminder>\nThis is turn {number}.\n</system-reminder>",
+                }
+            )
         said += [{"type": "text", "text": turn.user}] if turn.user else []
         if said:
             messages.append({"role": "user", "content": said})
@@ -121,7 +152,9 @@ def as_gemini(turns: Sequence[Did]) -> dict[str, Any]:
     """Gemini's generateContent, which matches results to calls by order."""
     contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "Fix it."}]}]
     for number, turn in _numbered(turns):
-        parts: list[dict[str, Any]] = [{"text": turn.thought, "thought": True, "thoughtSignature": f"s{number}"}]
+        parts: list[dict[str, Any]] = [
+            {"text": turn.thought, "thought": True, "thoughtSignature": f"s{number}"}
+        ]
         parts += [{"functionCall": {"name": name, "args": given}} for name, given in turn.calls]
         contents.append({"role": "model", "parts": parts})
         said: list[dict[str, Any]] = [
@@ -137,7 +170,9 @@ def as_gemini(turns: Sequence[Did]) -> dict[str, Any]:
 def as_bedrock(turns: Sequence[Did]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": [{"text": "Fix it."}]}]
     for number, turn in _numbered(turns):
-        blocks: list[dict[str, Any]] = [{"reasoningContent": {"reasoningText": {"text": turn.thought}}}]
+        blocks: list[dict[str, Any]] = [
+            {"reasoningContent": {"reasoningText": {"text": turn.thought}}}
+        ]
         blocks += [{"text": turn.thought}] if turn.thought else []
         blocks += [
             {"toolUse": {"toolUseId": f"t{number}-{place}", "name": name, "input": given}}
@@ -145,13 +180,23 @@ def as_bedrock(turns: Sequence[Did]) -> dict[str, Any]:
         ]
         messages.append({"role": "assistant", "content": blocks})
         said: list[dict[str, Any]] = [
-            {"toolResult": {"toolUseId": f"t{number}-{place}", "content": [{"text": result}], "status": "success"}}
+            {
+                "toolResult": {
+                    "toolUseId": f"t{number}-{place}",
+                    "content": [{"text": result}],
+                    "status": "success",
+                }
+            }
             for place, result in enumerate(turn.results)
         ]
         said += [{"text": turn.user}] if turn.user else []
         if said:
             messages.append({"role": "user", "content": said})
-    return {"system": [{"text": "Be brief."}], "messages": messages, "inferenceConfig": {"maxTokens": 9}}
+    return {
+        "system": [{"text": "Be brief."}],
+        "messages": messages,
+        "inferenceConfig": {"maxTokens": 9},
+    }
 
 
 SHAPES: dict[str, Writer] = {
@@ -182,7 +227,10 @@ def _in_fence(turn: Did) -> str:
 
 
 def _in_fences(turn: Did) -> str:
-    return f"{turn.thought}. It looks like\n```\n{turn.thought}\n```\nso I run:\n\n```sh\n{_command(turn)}\n```\n"
+    return (
+        f"{turn.thought}. It looks like\n```\n{turn.thought}\n```\nso I "
+        f"run:\n\n```sh\n{_command(turn)}\n```\n"
+    )
 
 
 def _inline(turn: Did) -> str:
@@ -196,17 +244,26 @@ def _as_json(turn: Did) -> str:
 
 def _as_json_in_prose(turn: Did) -> str:
     name, given = turn.calls[0]
-    return f"Thought: {turn.thought}\nAction:\n" + json.dumps({"name": name, "arguments": given}, indent=2)
+    return f"Thought: {turn.thought}\nAction:\n" + json.dumps(
+        {"name": name, "arguments": given}, indent=2
+    )
 
 
 def _as_json_in_fence(turn: Did) -> str:
     name, given = turn.calls[0]
-    return "```json\n" + json.dumps({"tool": name, "args": given, "reasoning": turn.thought}) + "\n```"
+    return (
+        "```json\n" + json.dumps({"tool": name, "args": given, "reasoning": turn.thought}) + "\n```"
+    )
 
 
 def _as_commands(turn: Did) -> str:
     keys = {"keystrokes": _command(turn) + "\n", "is_blocking": True, "timeout_sec": 5}
-    done = {"state_analysis": turn.thought, "explanation": turn.thought, "commands": [keys], "is_task_complete": False}
+    done = {
+        "state_analysis": turn.thought,
+        "explanation": turn.thought,
+        "commands": [keys],
+        "is_task_complete": False,
+    }
     return json.dumps(done, indent=1)
 
 
@@ -216,14 +273,21 @@ def _in_tags(turn: Did) -> str:
 
 def _in_parameters(turn: Did) -> str:
     name, given = turn.calls[0]
-    inner = "\n".join([f"<parameter={key}>{json.dumps(value)}</parameter>" for key, value in given.items()])
+    inner = "\n".join(
+        [f"<parameter={key}>{json.dumps(value)}</parameter>" for key, value in given.items()]
+    )
     return f"<think>{turn.thought}</think>{turn.thought}\n<function={name}>\n{inner}\n</function>"
 
 
 def _in_invoke(turn: Did) -> str:
     name, given = turn.calls[0]
-    inner = "".join([f'<parameter name="{key}">{json.dumps(value)}</parameter>' for key, value in given.items()])
-    return f'{turn.thought}\n<function_calls>\n<invoke name="{name}">{inner}</invoke>\n</function_calls>'
+    inner = "".join(
+        [f'<parameter name="{key}">{json.dumps(value)}</parameter>' for key, value in given.items()]
+    )
+    return (
+        f"{turn.thought}\n<function_calls>\n<invoke "
+        f'name="{name}">{inner}</invoke>\n</function_calls>'
+    )
 
 
 def _in_nested_tags(turn: Did) -> str:
@@ -238,7 +302,10 @@ def _as_react(turn: Did) -> str:
 
 
 def _as_numbered_react(turn: Did) -> str:
-    return f"Thought {len(turn.thought)}: {turn.thought}\nAction {len(turn.thought)}: {turn.calls[0][0]}[{turn.calls[0][1]}]"
+    return (
+        f"Thought {len(turn.thought)}: {turn.thought}\nAction {len(turn.thought)}: "
+        f"{turn.calls[0][0]}[{turn.calls[0][1]}]"
+    )
 
 
 def _as_code_tag(turn: Did) -> str:
@@ -275,9 +342,16 @@ def as_text(turns: Sequence[Did], style: Callable[[Did], str]) -> dict[str, Any]
 
 def as_observed(turns: Sequence[Did]) -> dict[str, Any]:
     """Tool calls have thoughts among their arguments, and results are the user's messages, as browser agents do."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "Browse."}, {"role": "user", "content": "Find it."}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Browse."},
+        {"role": "user", "content": "Find it."},
+    ]
     for number, turn in _numbered(turns):
-        state = {"evaluation_previous_goal": turn.thought, "memory": turn.thought, "next_goal": turn.thought}
+        state = {
+            "evaluation_previous_goal": turn.thought,
+            "memory": turn.thought,
+            "next_goal": turn.thought,
+        }
         calls = [
             {
                 "id": f"c{number}-{place}",
@@ -292,5 +366,7 @@ def as_observed(turns: Sequence[Did]) -> dict[str, Any]:
         messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
         said = "\n".join([*turn.results, turn.user])
-        messages.append({"role": "user", "content": f"[Current state]\n{said}\nCurrent step: {number}/20"})
+        messages.append(
+            {"role": "user", "content": f"[Current state]\n{said}\nCurrent step: {number}/20"}
+        )
     return {"model": "m", "messages": messages}

@@ -47,12 +47,18 @@ class Upload(NamedTuple):
 def send(port: int, upload: Upload) -> Answer:
     """Send an upload to a port on a new connection. Status 0 is a reset stream."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each piece waits 40 ms for the one before
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # else each piece waits 40 ms for the one before
         return _send_http2(connection, upload) if upload.http2 else _send_http1(connection, upload)
 
 
 def _send_http1(connection: socket.socket, upload: Upload) -> Answer:
-    framing = ("content-length", str(len(upload.body))) if upload.length else ("transfer-encoding", "chunked")
+    framing = (
+        ("content-length", str(len(upload.body)))
+        if upload.length
+        else ("transfer-encoding", "chunked")
+    )
     lines = [
         f"POST {upload.path} HTTP/1.1",
         "host: h",
@@ -65,16 +71,24 @@ def _send_http1(connection: socket.socket, upload: Upload) -> Answer:
             connection.sendall(head)
             for piece in upload.cut():
                 upload.pause()
-                connection.sendall(piece if upload.length else b"%x\r\n%b\r\n" % (len(piece), piece))
+                connection.sendall(
+                    piece if upload.length else b"%x\r\n%b\r\n" % (len(piece), piece)
+                )
             if not upload.length:
-                connection.sendall(b"0\r\n%b\r\n" % (b"x-trailer: 1\r\n" if upload.trailers else b""))
+                connection.sendall(
+                    b"0\r\n%b\r\n" % (b"x-trailer: 1\r\n" if upload.trailers else b"")
+                )
 
     sending = threading.Thread(target=send_all)
     sending.start()
     response = http.client.HTTPResponse(connection, method="POST")
     try:
         response.begin()
-        return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        return Answer(
+            response.status,
+            {name.lower(): value for name, value in response.getheaders()},
+            response.read(),
+        )
     finally:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
@@ -86,17 +100,26 @@ class _Http2:
         self._connection = connection
         self._upload = upload
         self._http = h2.connection.H2Connection()
-        self._frames = [part[at : at + _FRAME] for part in upload.cut() for at in range(0, len(part), _FRAME)]
+        self._frames = [
+            part[at : at + _FRAME] for part in upload.cut() for at in range(0, len(part), _FRAME)
+        ]
         self._sent = False
         self._status, self._headers, self._body = 0, dict[str, str](), b""
 
     def run(self) -> Answer:
         http, upload = self._http, self._upload
-        # Envoy resets a stream that is answered before its end, and what waits for a window then is lost.
+        # Envoy resets a stream that is answered before its end, and what waits for a window then is
+        # lost.
         http.initiate_connection()
         http.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
         http.increment_flow_control_window(2**30)
-        lines = {":method": "POST", ":path": upload.path, ":authority": "h", ":scheme": "http", **upload.headers}
+        lines = {
+            ":method": "POST",
+            ":path": upload.path,
+            ":authority": "h",
+            ":scheme": "http",
+            **upload.headers,
+        }
         if upload.length:
             lines["content-length"] = str(len(upload.body))
         self._sent = not (self._frames or upload.trailers)
@@ -124,7 +147,11 @@ class _Http2:
         for event in events:
             match event:
                 case h2.events.ResponseReceived():
-                    self._headers = {name.decode(): value.decode() for name, value in event.headers if isinstance(name, bytes)}
+                    self._headers = {
+                        name.decode(): value.decode()
+                        for name, value in event.headers
+                        if isinstance(name, bytes)
+                    }
                     self._status = int(self._headers[":status"])
                 case h2.events.DataReceived():
                     self._body += event.data

@@ -68,7 +68,13 @@ class Model:
                 for name, value in {**kind, **reply.headers}.items():
                     self.send_header(name, value)
                 size = sum(len(part) for part in reply.parts if isinstance(part, bytes))
-                self.send_header(*(("content-length", str(size)) if reply.whole else ("transfer-encoding", "chunked")))
+                self.send_header(
+                    *(
+                        ("content-length", str(size))
+                        if reply.whole
+                        else ("transfer-encoding", "chunked")
+                    )
+                )
                 self.end_headers()
                 for part in reply.parts:
                     data = part if isinstance(part, bytes) else part()
@@ -98,7 +104,11 @@ def write_event(event: Mapping[str, Any] | str, *, named: bool = False) -> bytes
     return f"{head}data: {json.dumps(event)}\n\n".encode()
 
 
-DELTA = {"model": "gpt-4o-2024-08-06", "choices": [{"index": 0, "delta": {"content": "word"}}], "usage": None}
+DELTA = {
+    "model": "gpt-4o-2024-08-06",
+    "choices": [{"index": 0, "delta": {"content": "word"}}],
+    "usage": None,
+}
 
 
 CHAT_USAGE = {
@@ -119,12 +129,21 @@ RESPONSE_USAGE = {
 }
 
 
-MESSAGE_USAGE = {"input_tokens": 12, "cache_creation_input_tokens": 300, "cache_read_input_tokens": 9_000, "output_tokens": 77}
+MESSAGE_USAGE = {
+    "input_tokens": 12,
+    "cache_creation_input_tokens": 300,
+    "cache_read_input_tokens": 9_000,
+    "output_tokens": 77,
+}
 
 
 STARTED = {
     "type": "message_start",
-    "message": {"type": "message", "model": "claude-sonnet-4-5", "usage": {**MESSAGE_USAGE, "output_tokens": 1}},
+    "message": {
+        "type": "message",
+        "model": "claude-sonnet-4-5",
+        "usage": {**MESSAGE_USAGE, "output_tokens": 1},
+    },
 }
 
 
@@ -166,19 +185,30 @@ TOLD: dict[str, tuple[Reply, str, Usage]] = {
         stream(
             {"type": "response.created", "response": {"model": "gpt-5", "usage": None}},
             {"type": "response.output_text.delta", "delta": "word"},
-            {"type": "response.completed", "response": {"model": "gpt-5", "output": LONG, "usage": RESPONSE_USAGE}},
+            {
+                "type": "response.completed",
+                "response": {"model": "gpt-5", "output": LONG, "usage": RESPONSE_USAGE},
+            },
             named=True,
         ),
         "gpt-5",
         Usage(400, 60, 100, 0),
     ),
-    "messages": (whole(model="claude-opus-4-5", usage=MESSAGE_USAGE), "claude-opus-4-5", Usage(12, 77, 9_000, 300)),
+    "messages": (
+        whole(model="claude-opus-4-5", usage=MESSAGE_USAGE),
+        "claude-opus-4-5",
+        Usage(12, 77, 9_000, 300),
+    ),
     "messages stream": (
         stream(
             STARTED,
             {"type": "ping"},
             WORD,
-            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 77}},
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": "end_turn"},
+                "usage": {"output_tokens": 77},
+            },
             {"type": "message_stop"},
             named=True,
         ),
@@ -187,7 +217,10 @@ TOLD: dict[str, tuple[Reply, str, Usage]] = {
     ),
     "messages stream of a gateway that counts at the end": (
         stream(
-            {"type": "message_start", "message": {"model": "m", "usage": {"input_tokens": 0, "output_tokens": 0}}},
+            {
+                "type": "message_start",
+                "message": {"model": "m", "usage": {"input_tokens": 0, "output_tokens": 0}},
+            },
             {"type": "message_delta", "delta": {}, "usage": MESSAGE_USAGE},
             named=True,
         ),
@@ -201,20 +234,30 @@ TOLD: dict[str, tuple[Reply, str, Usage]] = {
     ),
     "gemini stream": (
         stream(
-            {"modelVersion": "gemini-2.5-pro", "usageMetadata": {"promptTokenCount": 90, "candidatesTokenCount": 2}},
+            {
+                "modelVersion": "gemini-2.5-pro",
+                "usageMetadata": {"promptTokenCount": 90, "candidatesTokenCount": 2},
+            },
             {"modelVersion": "gemini-2.5-pro", "usageMetadata": GEMINI_USAGE},
         ),
         "gemini-2.5-pro",
         Usage(65, 48, 30, 0),
     ),
     "gemini stream that is followed by a word": (
-        stream({"modelVersion": "m", "usageMetadata": GEMINI_USAGE}, {"modelVersion": "m", "usageMetadata": None}),
+        stream(
+            {"modelVersion": "m", "usageMetadata": GEMINI_USAGE},
+            {"modelVersion": "m", "usageMetadata": None},
+        ),
         "m",
         Usage(65, 48, 30, 0),
     ),
     "converse stream of a gateway": (stream({"usage": CONVERSE_USAGE}), "", Usage(20, 6, 700, 80)),
     "converse": (whole(output={}, usage=CONVERSE_USAGE), "", Usage(20, 6, 700, 80)),
-    "ollama": (whole(model="qwen3", prompt_eval_count=26, eval_count=298), "qwen3", Usage(26, 298, 0, 0)),
+    "ollama": (
+        whole(model="qwen3", prompt_eval_count=26, eval_count=298),
+        "qwen3",
+        Usage(26, 298, 0, 0),
+    ),
 }
 
 
@@ -228,5 +271,10 @@ PRICES = {
 def price(model: str, usage: Usage) -> Decimal:
     """The price by the provider's list."""
     rates: Any = next(rates for name, rates in PRICES.items() if model.startswith(name.rstrip("*")))
-    listed = [Decimal(str(rates.get(name, rates["input"]))) for name in ("input", "output", "cache_read", "cache_write")]
-    return sum((rate * tokens / 10**6 for rate, tokens in zip(listed, usage, strict=True)), Decimal())
+    listed = [
+        Decimal(str(rates.get(name, rates["input"])))
+        for name in ("input", "output", "cache_read", "cache_write")
+    ]
+    return sum(
+        (rate * tokens / 10**6 for rate, tokens in zip(listed, usage, strict=True)), Decimal()
+    )

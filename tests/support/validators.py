@@ -18,7 +18,9 @@ def validate_chat(body: Mapping[str, Any]) -> None:
     from openai.types.chat import ChatCompletionContentPartTextParam, ChatCompletionMessageParam
 
     _adapt(list[ChatCompletionMessageParam]).validate_python(body["messages"])
-    content = body["messages"][2]["content"]  # whose parts are an Iterable, which nothing validates before it is read
+    content = body["messages"][2][
+        "content"
+    ]  # whose parts are an Iterable, which nothing validates before it is read
     _adapt(str | list[ChatCompletionContentPartTextParam]).validate_python(content)
 
 
@@ -34,7 +36,9 @@ def validate_anthropic(body: Mapping[str, Any]) -> None:
     _adapt(list[MessageParam]).validate_python(body["messages"])
     result = body["messages"][2]["content"][0]
     _adapt(ToolResultBlockParam).validate_python(result)
-    content = result.get("content", "")  # whose blocks are an Iterable, which nothing validates before it is read
+    content = result.get(
+        "content", ""
+    )  # whose blocks are an Iterable, which nothing validates before it is read
     _adapt(str | list[TextBlockParam | ImageBlockParam]).validate_python(content)
 
 
@@ -48,7 +52,9 @@ def validate_gemini(body: Mapping[str, Any]) -> None:
 def _load_converse() -> Any:  # noqa: ANN401  # botocore has no types
     from botocore.session import get_session
 
-    return get_session().get_service_model("bedrock-runtime").operation_model("Converse").input_shape
+    return (
+        get_session().get_service_model("bedrock-runtime").operation_model("Converse").input_shape
+    )
 
 
 def validate_bedrock(body: Mapping[str, Any]) -> None:

@@ -45,8 +45,16 @@ TOOLS: list[tuple[tuple[str, int], ...]] = [
     (("poll", 25), ("tweak", 15)),
     (("edit", 2), ("view", 22), ("poll", 14)),
 ]
-PATIENT = [Rules(rules.ladder, rules.weak, rules.offers, rules.max_cycle, tools) for rules in RULES for tools in TOOLS]
-PATIENT += [Rules((("reject", 3),), weak, tools=(("poll", most), ("view", 5))) for weak in (None, 14) for most in (20, 30)]
+PATIENT = [
+    Rules(rules.ladder, rules.weak, rules.offers, rules.max_cycle, tools)
+    for rules in RULES
+    for tools in TOOLS
+]
+PATIENT += [
+    Rules((("reject", 3),), weak, tools=(("poll", most), ("view", 5)))
+    for weak in (None, 14)
+    for most in (20, 30)
+]
 
 SHAPES: Final = ["chat", "anthropic", "responses", "fence", "react"]
 
@@ -82,9 +90,14 @@ PATIENT_DETECTORS = [make_detector(rules) for rules in PATIENT]
 
 
 class OtherVerdictError(AssertionError):
-    def __init__(self, found: str, expected: str, rules: Rules, shape: str, turns: Sequence[Turn]) -> None:
+    def __init__(
+        self, found: str, expected: str, rules: Rules, shape: str, turns: Sequence[Turn]
+    ) -> None:
         told = "\n".join(map(str, turns))
-        super().__init__(f"found {found}, expected {expected}, by {rules}, written as {shape}, of these turns:\n{told}")
+        super().__init__(
+            f"found {found}, expected {expected}, by {rules}, written as {shape}, of these "
+            f"turns:\n{told}"
+        )
 
 
 def compare(found: str, rules: Rules, shape: str, turns: Sequence[Turn]) -> None:
@@ -113,7 +126,9 @@ def try_tools(dice: Random) -> None:
         compare(look(PATIENT_DETECTORS[place], body), rules, shape, turns[:end])
 
 
-def follow(turns: Sequence[Turn], detector: Detector, shape: str, *, offers: bool, chained: bool) -> list[str]:
+def follow(
+    turns: Sequence[Turn], detector: Detector, shape: str, *, offers: bool, chained: bool
+) -> list[str]:
     """Actions on a conversation whose requests show two results at most; the store knows the others."""
     similarity, model, ring = detector.similarity, Model(), None
     assert isinstance(similarity, Turns)
@@ -125,9 +140,13 @@ def follow(turns: Sequence[Turn], detector: Detector, shape: str, *, offers: boo
         assert memory is not None
         assert memory.place is not None
         if chained:
-            entries = model.ask(CHAINS.make_link("turns", "", "00", "", memory.place, memory.entry)).entries
+            entries = model.ask(
+                CHAINS.make_link("turns", "", "00", "", memory.place, memory.entry)
+            ).entries
         else:
-            kept, entries = push(kept, Push("ring", memory.entry, memory.identity, USUAL_TURNS, 1_000), 0)
+            kept, entries = push(
+                kept, Push("ring", memory.entry, memory.identity, USUAL_TURNS, 1_000), 0
+            )
         done.append(act(detector, memory.recall(entries) if memory.waits else found))
     return done
 
@@ -155,10 +174,15 @@ _PROGRESS_SECONDS: Final = 20
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.verdict_fuzzer", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.verdict_fuzzer", description=__doc__
+    )
     parser.add_argument("--count", type=int, default=1_000, help="conversations to try")
     parser.add_argument(
-        "--seed", type=int, default=0, help="other seeds make other conversations; a difference names its conversation"
+        "--seed",
+        type=int,
+        default=0,
+        help="other seeds make other conversations; a difference names its conversation",
     )
     given = parser.parse_args(arguments)
     kinds, weights = [kind for _, kind in _KINDS], [weight for weight, _ in _KINDS]

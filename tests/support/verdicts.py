@@ -1,6 +1,7 @@
 """The rule of `turns` once more, slow and obvious, and random conversations to compare.
 
-It shares nothing with the engine: no hashes, no caches, no texts. Each result's worth is known, because it was made up.
+It shares nothing with the engine: no hashes, no caches, no texts. Each result's worth is known,
+    because it was made up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Any
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
 
 READS, CHANGES = "reads", "changes"
-TOOLS = {"view": READS, "list_files": READS, "tweak": "", "poll": "", "edit": CHANGES, "mcp__disk__write_file": CHANGES}
+TOOLS = {
+    "view": READS,
+    "list_files": READS,
+    "tweak": "",
+    "poll": "",
+    "edit": CHANGES,
+    "mcp__disk__write_file": CHANGES,
+}
 
 # Results and their worth; `@` is a number.
 RESULTS = {
@@ -71,7 +79,11 @@ class Turn:
     def kind(self) -> str:
         """The result without numbers that count nothing."""
         counts = "tests failed" in self.result
-        return self.result if counts else "".join(letter for letter in self.result if not letter.isdigit())
+        return (
+            self.result
+            if counts
+            else "".join(letter for letter in self.result if not letter.isdigit())
+        )
 
     @property
     def role(self) -> str:
@@ -122,14 +134,20 @@ def _of(turn: Turn, thresholds: Thresholds) -> int:
 def judge(turns: Sequence[Turn], rules: Rules) -> str:
     """The action on the request that ends with these turns."""
     seen = _since_a_person_spoke(list(turns)[-rules.count_seen(turns[-1]) :])
-    loops = [(step, strong) for step in range(len(rules.ladder)) for strong in _loops(seen, rules.at(step), rules)]
+    loops = [
+        (step, strong)
+        for step in range(len(rules.ladder))
+        for strong in _loops(seen, rules.at(step), rules)
+    ]
     if not loops:
         return _note(rules) if seen and _is_noted(seen, rules) else "allow"
     last = len(rules.ladder) - 1
     reach = last if rules.weak is None else _reach(seen, rules, rules.weak, last)
     if reach < 0 and not any(strong for _, strong in loops):
         return _mildest(rules)
-    return rules.ladder[max(step if strong else min(step, max(reach, 0)) for step, strong in loops)][0]
+    return rules.ladder[
+        max(step if strong else min(step, max(reach, 0)) for step, strong in loops)
+    ][0]
 
 
 def _note(rules: Rules) -> str:
@@ -139,25 +157,38 @@ def _note(rules: Rules) -> str:
 
 def _is_noted(seen: list[Turn], rules: Rules) -> bool:
     own = _of(seen[-1], rules.at(0))
-    return _fails_alike(seen, max(6, own)) or _brings_nothing_new(seen, rules) or _only_talks(seen, own)
+    return (
+        _fails_alike(seen, max(6, own))
+        or _brings_nothing_new(seen, rules)
+        or _only_talks(seen, own)
+    )
 
 
 def _only_talks(turns: list[Turn], threshold: int) -> bool:
     last = turns[-max(10, threshold) :]
     said = {"".join(letter for letter in turn.result if not letter.isdigit()) for turn in last}
-    return len(last) == max(10, threshold) and len(said) == 1 and not any(turn.tool for turn in last)
+    return (
+        len(last) == max(10, threshold) and len(said) == 1 and not any(turn.tool for turn in last)
+    )
 
 
 def _fails_alike(turns: list[Turn], times: int) -> bool:
     last = turns[-times - 4 :]
-    return last[-1].failed and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
+    return (
+        last[-1].failed
+        and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
+    )
 
 
 def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:
     """Whether the last turn repeats one shortly before it, and at most one of the last 2t + 2 was never seen before."""
     thresholds = rules.at(0)
     own = _of(turns[-1], thresholds)
-    if turns[-1] not in turns[-rules.max_cycle - 1 : -1] or len(turns) < 2 * own + 2 or len(set(turns[-6:])) < 3:
+    if (
+        turns[-1] not in turns[-rules.max_cycle - 1 : -1]
+        or len(turns) < 2 * own + 2
+        or len(set(turns[-6:])) < 3
+    ):
         return False
     new = 0
     for place in range(len(turns) - 2 * own - 2, len(turns)):
@@ -185,26 +216,43 @@ def _reach(seen: list[Turn], rules: Rules, weak: int, last: int) -> int:
 
 def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
     """The turns after the newest words that were said only once."""
-    said = ["".join(letter for letter in turn.result if not letter.isdigit()) for turn in turns if not turn.tool]
+    said = [
+        "".join(letter for letter in turn.result if not letter.isdigit())
+        for turn in turns
+        if not turn.tool
+    ]
     for place in reversed(range(len(turns))):
         turn = turns[place]
-        if not turn.tool and said.count("".join(letter for letter in turn.result if not letter.isdigit())) == 1:
+        if (
+            not turn.tool
+            and said.count("".join(letter for letter in turn.result if not letter.isdigit())) == 1
+        ):
             return turns[place + 1 :]
     return turns
 
 
 def _loops(turns: list[Turn], thresholds: Thresholds, rules: Rules, full: int = 0) -> list[bool]:
-    """The loops that the last turn is part of, and whether each is strong. `full` is the number of turns for a cycle."""
+    """The loops that the last turn is part of, and whether each is strong.
+
+    `full` is the number of turns for a cycle.
+    """
     if not turns:
         return []
     own = _of(turns[-1], thresholds)
     talks = [False] if _only_talks(turns, own) and len(turns[-1].result.split()) >= 8 else []
-    return [*_repeats(turns, own, rules), *_cycles(turns, thresholds, rules, full), *_errors(turns, own, rules), *talks]
+    return [
+        *_repeats(turns, own, rules),
+        *_cycles(turns, thresholds, rules, full),
+        *_errors(turns, own, rules),
+        *talks,
+    ]
 
 
 def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
     newest, window = turns[-1], 2 * threshold + 4
-    equal = [place for place in range(max(0, len(turns) - window), len(turns)) if turns[place] == newest]
+    equal = [
+        place for place in range(max(0, len(turns) - window), len(turns)) if turns[place] == newest
+    ]
     if newest.role == READS and len(equal) >= threshold:
         changed = [place for place in range(equal[0], len(turns)) if turns[place].role == CHANGES]
         equal = [place for place in equal if not changed or place > changed[-1]]
@@ -227,7 +275,10 @@ def _cycles(turns: list[Turn], thresholds: Thresholds, rules: Rules, full: int) 
         if needed > 32 or len(turns) < needed:
             continue
         span = turns[-needed:]
-        if all(span[place] == span[place - length] for place in range(length, needed)) and len(set(span[-length:])) == length:
+        if (
+            all(span[place] == span[place - length] for place in range(length, needed))
+            and len(set(span[-length:])) == length
+        ):
             found.append(_is_strong(span, rules))
     return found
 
@@ -243,8 +294,15 @@ def _errors(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
 
 
 def _is_strong(turns: Sequence[Turn], rules: Rules) -> bool:
-    """Whether a turn brings back a permanent error, or much text. An agent with tools that only talks does not."""
-    return any(turn.worth in {"fatal", "long", "fatal, long", "missing"} and (turn.tool or not rules.offers) for turn in turns)
+    """Whether a turn brings back a permanent error, or much text.
+
+    An agent with tools that only talks does not.
+    """
+    return any(
+        turn.worth in {"fatal", "long", "fatal, long", "missing"}
+        and (turn.tool or not rules.offers)
+        for turn in turns
+    )
 
 
 @dataclass
@@ -262,7 +320,12 @@ class MadeUp:
             words = self.dice.choice(list(WORDS))
             return Turn("", said, words.replace("@", str(self.dice.randrange(4))), WORDS[words])
         result = self.dice.choice(list(RESULTS))
-        return Turn(self.dice.choice(list(TOOLS)), self.dice.choice(["a", "b", "a" * 80]), result, RESULTS[result])
+        return Turn(
+            self.dice.choice(list(TOOLS)),
+            self.dice.choice(["a", "b", "a" * 80]),
+            result,
+            RESULTS[result],
+        )
 
     def person(self, said: str = "Done.") -> Turn:
         self.people += 1
@@ -282,10 +345,17 @@ class MadeUp:
         """Work, a loop, and sometimes something between its rounds or after it; thresholds in `around` are nearly met."""
         dice = self.dice
         unit = [self.turn() for _ in range(dice.choice([1, 1, 1, 1, 2, 2, 3, 4, 5, 7]))]
-        turns = [self.fresh() if dice.random() < 0.6 else self.turn() for _ in range(dice.choice([0, 1, 3, 9]))]
-        rounds = dice.choice([2, 3, 4, 6, 8, 9, 14, 15, 16, 18, -(-29 // len(unit)), -(-31 // len(unit))])
+        turns = [
+            self.fresh() if dice.random() < 0.6 else self.turn()
+            for _ in range(dice.choice([0, 1, 3, 9]))
+        ]
+        rounds = dice.choice(
+            [2, 3, 4, 6, 8, 9, 14, 15, 16, 18, -(-29 // len(unit)), -(-31 // len(unit))]
+        )
         if around:
-            rounds = dice.choice([rounds, *[each + more for each in around for more in (-1, 0, 1, 2, 4)]])
+            rounds = dice.choice(
+                [rounds, *[each + more for each in around for more in (-1, 0, 1, 2, 4)]]
+            )
         tried = dice.choice([1] * 6 + [3, 9, 99])
         disturbed = dice.choice([0.0, 0.12, 0.5] if around else [0.0, 0.12])
         disturbances = [self.person, self.fresh, self.turn, self.counted, self.counted]
@@ -295,20 +365,29 @@ class MadeUp:
             if dice.random() < disturbed:
                 turns.append(dice.choice(disturbances)())
         return [
-            replace(turn, result=turn.result.replace("@", str(place // len(unit) % varied))) for place, turn in enumerate(turns)
+            replace(turn, result=turn.result.replace("@", str(place // len(unit) % varied)))
+            for place, turn in enumerate(turns)
         ][:most]
 
 
 def write(turns: Sequence[Turn], shape: str, *, offers: bool, cleared: bool = False) -> bytes:
-    """A request that ends with these turns. With `cleared`, only the two newest results are kept."""
+    """A request that ends with these turns.
+
+    With `cleared`, only the two newest results are kept.
+    """
     done = [_do(turn, number) for number, turn in enumerate(turns, 1)]
     if cleared:
-        done = [turn._replace(results=(f"[cleared {turn.number}]",)) if turn.calls else turn for turn in done[:-2]] + done[-2:]
+        done = [
+            turn._replace(results=(f"[cleared {turn.number}]",)) if turn.calls else turn
+            for turn in done[:-2]
+        ] + done[-2:]
     if shape in SHAPES:
         body = SHAPES[shape](done)
     else:
         body = as_text(done, lambda turn: STYLES[shape](turn) if turn.calls else turn.thought)
-    tools: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]} if offers else {}
+    tools: dict[str, Any] = (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]} if offers else {}
+    )
     return json.dumps({**body, **tools}).encode()
 
 
@@ -316,4 +395,10 @@ def _do(turn: Turn, number: int) -> Did:
     if not turn.tool:
         return Did((), (), turn.result, turn.argument, number)
     took = f" (took {number}.{number} ms)" if turn.result else ""
-    return Did(((turn.tool, {"path": turn.argument, "n": 1}),), (turn.result + took,), "", f"Thought no. {number}!", number)
+    return Did(
+        ((turn.tool, {"path": turn.argument, "n": 1}),),
+        (turn.result + took,),
+        "",
+        f"Thought no. {number}!",
+        number,
+    )

@@ -20,7 +20,9 @@ def _root_logger() -> Iterator[None]:
     root.handlers[:], root.level = before
 
 
-def written(capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: str, **values: object) -> str:
+def written(
+    capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: str, **values: object
+) -> str:
     setup(log_format, "info")
     logging.getLogger("loopguard").warning(message, extra=make_extra(**values))
     logging.getLogger("loopguard").debug("below the level")
@@ -32,12 +34,18 @@ def written(capsys: pytest.CaptureFixture[str], log_format: LogFormat, message: 
 @pytest.mark.parametrize(
     ("most", "times", "admitted"),
     [
-        (2, (10.0, 10.1, 10.2, 10.9, 11.0, 11.5, 11.6, 13.0, 13.1, 14.0), [0, 0, None, None, 2, 0, None, 1, 0, 0]),
+        (
+            2,
+            (10.0, 10.1, 10.2, 10.9, 11.0, 11.5, 11.6, 13.0, 13.1, 14.0),
+            [0, 0, None, None, 2, 0, None, 1, 0, 0],
+        ),
         (1, (0.0, 0.5, 1e9), [0, None, 1]),
     ],
     ids=["a bounded number each second", "a clock that starts at zero"],
 )
-def test_rate_limit_reports_how_many_it_dropped(most: int, times: tuple[float, ...], admitted: list[int | None]) -> None:
+def test_rate_limit_reports_how_many_it_dropped(
+    most: int, times: tuple[float, ...], admitted: list[int | None]
+) -> None:
     limit = RateLimit(most)
 
     assert [limit.admit(now) for now in times] == admitted
@@ -53,10 +61,18 @@ def test_text_line_has_time_level_message_and_fields(capsys: pytest.CaptureFixtu
 
 
 def test_json_line_keeps_the_types_of_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    line = json.loads(written(capsys, "json", "loop detected", policy="p", count=3, tenant=None, odd=1 + 2j))
+    line = json.loads(
+        written(capsys, "json", "loop detected", policy="p", count=3, tenant=None, odd=1 + 2j)
+    )
 
     assert line.pop("time").endswith("Z")
-    assert line == {"level": "warning", "message": "loop detected", "policy": "p", "count": 3, "odd": "(1+2j)"}
+    assert line == {
+        "level": "warning",
+        "message": "loop detected",
+        "policy": "p",
+        "count": 3,
+        "odd": "(1+2j)",
+    }
 
 
 HOSTILE = [
@@ -76,7 +92,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_no_value_can_break_a_line(capsys: pytest.CaptureFixture[str], log_format: LogFormat, value: str) -> None:
+def test_no_value_can_break_a_line(
+    capsys: pytest.CaptureFixture[str], log_format: LogFormat, value: str
+) -> None:
     line = written(capsys, log_format, f"m {value}", field=value, last="end")
 
     text = line.removesuffix("\n")
@@ -90,7 +108,9 @@ def test_no_value_can_break_a_line(capsys: pytest.CaptureFixture[str], log_forma
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_exception_is_logged_and_escaped(capsys: pytest.CaptureFixture[str], log_format: LogFormat) -> None:
+def test_exception_is_logged_and_escaped(
+    capsys: pytest.CaptureFixture[str], log_format: LogFormat
+) -> None:
     setup(log_format, "info")
     try:
         int("boom\x1b[2J")
@@ -114,4 +134,6 @@ def test_lines_below_the_level_are_dropped(capsys: pytest.CaptureFixture[str]) -
     logging.getLogger("watchfiles.main").info("1 change detected")
     logging.getLogger("loopguard").debug("small")
 
-    assert [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()] == ["debug   small"]
+    assert [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "debug   small"
+    ]

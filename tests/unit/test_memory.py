@@ -38,13 +38,25 @@ def write(root: Path, files: dict[str, str]) -> Path:
             "pod/memory.max",
         ),
         ("0::/host/path/that/is/not/seen", {"memory.max": "67108864"}, 64, "memory.max"),
-        ("5:cpu:/x\n4:memory:/y", {"memory/y/memory.limit_in_bytes": "67108864"}, 64, "memory/y/memory.limit_in_bytes"),
-        ("4:memory:/y", {"memory/memory.limit_in_bytes": "9223372036854771712"}, MACHINE // MEBIBYTE, ""),
+        (
+            "5:cpu:/x\n4:memory:/y",
+            {"memory/y/memory.limit_in_bytes": "67108864"},
+            64,
+            "memory/y/memory.limit_in_bytes",
+        ),
+        (
+            "4:memory:/y",
+            {"memory/memory.limit_in_bytes": "9223372036854771712"},
+            MACHINE // MEBIBYTE,
+            "",
+        ),
         ("0::/", {"memory.max": "max"}, MACHINE // MEBIBYTE, ""),
         ("nonsense", {"memory.max": "12x"}, MACHINE // MEBIBYTE, ""),
     ],
 )
-def test_lowest_limit_of_cgroups_applies(tmp_path: Path, own: str, files: dict[str, str], limit: int, source: str) -> None:
+def test_lowest_limit_of_cgroups_applies(
+    tmp_path: Path, own: str, files: dict[str, str], limit: int, source: str
+) -> None:
     told = write(tmp_path / "cgroup", {**files, "../self": own})
 
     found = find_memory(told, tmp_path / "self")

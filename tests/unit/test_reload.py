@@ -36,7 +36,8 @@ NOW = datetime(2026, 6, 1, tzinfo=UTC)
 SOON = (NOW + timedelta(seconds=1)).isoformat()
 
 
-def guard(identity: str = "p", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # any field of loop_detection
+# Any field of loop_detection
+def guard(identity: str = "p", **more: Any) -> dict[str, Any]:  # noqa: ANN401
     return policy(identity, {"pathPrefix": "/"}, limit_keys=["jwt:org"], **more)
 
 
@@ -47,7 +48,9 @@ FILES: list[object] = [bundle(NOTED, global_shadow={"enabled": True}), NOTED, [N
 class Place:
     """A policy directory, its Reloader, and a clock that stands still."""
 
-    def __init__(self, folder: Path, runner: asyncio.Runner, caplog: pytest.LogCaptureFixture) -> None:
+    def __init__(
+        self, folder: Path, runner: asyncio.Runner, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """Nothing is loaded until `start`."""
         self.folder, self.runner, self.caplog = folder, runner, caplog
         self.now = NOW
@@ -61,7 +64,9 @@ class Place:
             if document is None:
                 file.unlink()
             else:
-                file.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
+                file.write_bytes(
+                    document if isinstance(document, bytes) else json.dumps(document).encode()
+                )
 
     def start(self, *paths: Path, **settings: Any) -> None:  # noqa: ANN401  # any setting
         """Load for the first time."""
@@ -91,7 +96,9 @@ class Place:
     @property
     def reloads(self) -> tuple[float, float]:
         """The number of reloads, and of those that failed."""
-        ok, error = (self.read("policy_reloads_total", result=result) or 0 for result in ("ok", "error"))
+        ok, error = (
+            self.read("policy_reloads_total", result=result) or 0 for result in ("ok", "error")
+        )
         return ok, error
 
     @property
@@ -108,8 +115,15 @@ class Place:
     @property
     def refused(self) -> dict[str, tuple[str, ...]]:
         """The errors of each refused file, by its name; the metrics say the same."""
-        found = {Path(file).stem: tuple(refusal.errors) for file, refusal in self.reloader.refusals.items()}
-        (family,) = (each for each in self.metrics.registry.collect() if each.name == "loopguard_policy_file_refused")
+        found = {
+            Path(file).stem: tuple(refusal.errors)
+            for file, refusal in self.reloader.refusals.items()
+        }
+        (family,) = (
+            each
+            for each in self.metrics.registry.collect()
+            if each.name == "loopguard_policy_file_refused"
+        )
         assert {Path(sample.labels["file"]).stem for sample in family.samples} == {*found}
         assert self.read("policy_reload_refused") == bool(found)
         refusal = self.reloader.refusal
@@ -118,7 +132,9 @@ class Place:
 
     def take_errors(self) -> list[str]:
         """The messages logged as errors since the last call."""
-        found = [record.getMessage() for record in self.caplog.records if record.levelno == logging.ERROR]
+        found = [
+            record.getMessage() for record in self.caplog.records if record.levelno == logging.ERROR
+        ]
         self.caplog.clear()
         return found
 
@@ -145,22 +161,40 @@ def other(tmp_path: Path) -> Path:
 
 
 EXPLODES = guard("b", action="explode")
-Step = tuple[Mapping[str, object], str, str]  # changed files, active policies afterwards, refused files
-SCENARIOS: dict[str, tuple[dict[str, object], list[Step], tuple[int, int]]] = {  # files, steps, reloads and failures
+Step = tuple[
+    Mapping[str, object], str, str
+]  # changed files, active policies afterwards, refused files
+SCENARIOS: dict[
+    str, tuple[dict[str, object], list[Step], tuple[int, int]]
+] = {  # files, steps, reloads and failures
     "changed, new and removed files": (
         {"p": guard("a")},
-        [({"p": guard("b")}, "b", ""), ({"q": [guard("c"), guard("d")]}, "b c d", ""), ({"p": None}, "c d", "")],
+        [
+            ({"p": guard("b")}, "b", ""),
+            ({"q": [guard("c"), guard("d")]}, "b c d", ""),
+            ({"p": None}, "c d", ""),
+        ],
         (3, 0),
     ),
     "the same bytes": ({"p": guard()}, [({"p": guard()}, "p", "")], (0, 0)),
     "every bad change counts, and so does going back": (
         {"p": guard()},
-        [({"p": b"{"}, "p", "p"), ({}, "p", "p"), ({"p": b"{ "}, "p", "p"), ({"p": guard()}, "p", "")],
+        [
+            ({"p": b"{"}, "p", "p"),
+            ({}, "p", "p"),
+            ({"p": b"{ "}, "p", "p"),
+            ({"p": guard()}, "p", ""),
+        ],
         (1, 2),
     ),
     "files that are gone": (
         {"p": guard("a")},
-        [({"p": None}, "a", "policies"), ({}, "a", "policies"), ({"p": guard("a")}, "a", ""), ({"p": None}, "a", "policies")],
+        [
+            ({"p": None}, "a", "policies"),
+            ({}, "a", "policies"),
+            ({"p": guard("a")}, "a", ""),
+            ({"p": None}, "a", "policies"),
+        ],
         (0, 2),
     ),
     "a bad file keeps no other out": (
@@ -230,7 +264,9 @@ def test_loaded_policies_are_frozen_for_the_garbage_collector(place: Place) -> N
 def count_models() -> int:
     """The number of validated documents that are still in memory."""
     gc.unfreeze()
-    return sum(JsonObject in type(thing).__mro__ for thing in gc.get_objects())  # pydantic's isinstance takes a second
+    return sum(
+        JsonObject in type(thing).__mro__ for thing in gc.get_objects()
+    )  # pydantic's isinstance takes a second
 
 
 @pytest.mark.deep
@@ -283,13 +319,23 @@ NO_COUNTRY = (
             ],
         ),
         (
-            {"id": "q", "spec": {**guard("q")["spec"], "rules": [RULE | {"limit_keys": ["ip:country"]}]}},
-            [f"/spec/rules/0/limit_keys/0: {NO_COUNTRY}; remove it, or start with --allow-unenforced"],
+            {
+                "id": "q",
+                "spec": {**guard("q")["spec"], "rules": [RULE | {"limit_keys": ["ip:country"]}]},
+            },
+            [
+                (
+                    f"/spec/rules/0/limit_keys/0: {NO_COUNTRY}; remove it, or start with "
+                    "--allow-unenforced"
+                )
+            ],
         ),
     ],
     ids=["errors", "unenforced parts"],
 )
-def test_errors_of_an_invalid_change_are_logged_once(place: Place, document: object, told: list[str]) -> None:
+def test_errors_of_an_invalid_change_are_logged_once(
+    place: Place, document: object, told: list[str]
+) -> None:
     place.write(p=guard(), notes=[])
     (place.folder / "loopguard.log").write_text("some lines\n")
     place.start()
@@ -305,9 +351,12 @@ def test_reload_may_allow_unenforced_parts(place: Place) -> None:
     place.write(p=guard())
     place.start(allow_unenforced=True)
 
-    assert place.change(p={"id": "q", "spec": {**guard("q")["spec"], "rules": [RULE | {"limit_keys": ["ip:country"]}]}}) == [
-        "q"
-    ]
+    assert place.change(
+        p={
+            "id": "q",
+            "spec": {**guard("q")["spec"], "rules": [RULE | {"limit_keys": ["ip:country"]}]},
+        }
+    ) == ["q"]
 
 
 def test_unexpected_error_is_a_failed_reload(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +373,9 @@ def test_unexpected_error_is_a_failed_reload(place: Place, monkeypatch: pytest.M
     assert (place.take_errors(), place.reloads) == (["unforeseen", KEPT], (1, 1))
 
 
-def test_path_that_never_answers_is_one_failed_reload(place: Place, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_that_never_answers_is_one_failed_reload(
+    place: Place, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     back = threading.Event()
     waiting: list[threading.Thread] = []
 
@@ -359,9 +410,17 @@ def test_reload_logs_which_policies_changed(place: Place) -> None:
     place.change(p=bundle(guard("same"), guard("other", action="warn"), *new))
     place.force()
 
-    first, second = (vars(record)["fields"] for record in place.caplog.records if record.message == "policies reloaded")
+    first, second = (
+        vars(record)["fields"]
+        for record in place.caplog.records
+        if record.message == "policies reloaded"
+    )
     added = ", ".join(f"new-{number}" for number in range(10))
-    assert (first["added"], first["removed"], first["changed"]) == (f"{added} and 2 more", "gone", "other")
+    assert (first["added"], first["removed"], first["changed"]) == (
+        f"{added} and 2 more",
+        "gone",
+        "other",
+    )
     assert not {"added", "removed", "changed"} & second.keys()
 
 
@@ -413,7 +472,8 @@ class Parses:
         self.go_on = threading.Event()
         parse = parse_file
 
-        def count(file: str, *arguments: Any, **options: Any) -> ParsedFile:  # noqa: ANN401  # as the real one
+        # As the real one
+        def count(file: str, *arguments: Any, **options: Any) -> ParsedFile:  # noqa: ANN401
             name = Path(file).stem
             self.files.append(name)
             assert name != self.held or self.go_on.wait(PATIENCE)
@@ -437,14 +497,20 @@ def parses(place: Place, monkeypatch: pytest.MonkeyPatch) -> Parses:
     return Parses(monkeypatch)
 
 
-def large(identity: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # any field of loop_detection
+# Any field of loop_detection
+def large(identity: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
     return {**guard(identity, **more), "x-more": "x" * 1_000}
 
 
 def test_unchanged_files_are_not_parsed_again(place: Place, parses: Parses) -> None:
     plans = place.reloader.engine.plans
     parsed = []
-    for files in ({"c": b"[{", "a": [guard("a"), guard("a-2")]}, {"a": [guard("a-3")]}, {"a": None}, {"a": [guard("a-4")]}):
+    for files in (
+        {"c": b"[{", "a": [guard("a"), guard("a-2")]},
+        {"a": [guard("a-3")]},
+        {"a": None},
+        {"a": [guard("a-4")]},
+    ):
         place.change(**files)
         parsed.append(parses.take())
 
@@ -471,7 +537,11 @@ def test_relations_between_files_follow_without_parsing_them(place: Place, parse
         found = len(place.reloader.engine.pairings), len(place.reloader.overlaps)
         seen.append((plan.paired, [*plan.aliases.values()], *found, bool(place.refused)))
 
-    assert seen == [(True, ["ann"], 1, 1, False), (True, ["ann"], 1, 1, True), (False, [], 0, 0, False)]
+    assert seen == [
+        (True, ["ann"], 1, 1, False),
+        (True, ["ann"], 1, 1, True),
+        (False, [], 0, 0, False),
+    ]
     assert parses.take() == ["b"] * 3
 
 
@@ -538,14 +608,24 @@ def test_overlaps_are_reported_once(place: Place) -> None:
 OWN = {"pathPrefix": "/b/", "hosts": ["b.example.com"]}
 HOSTILE: dict[str, dict[str, Any]] = {
     "all paths and hosts": policy("b-1", {"pathPrefix": "/"}),
-    "a path that begins like its own": policy("b-1", {"pathPrefix": "/bees", "hosts": ["b.example.com"]}),
+    "a path that begins like its own": policy(
+        "b-1", {"pathPrefix": "/bees", "hosts": ["b.example.com"]}
+    ),
     "another path": policy("b-1", {"pathPrefixes": ["/b", "/a"], "hosts": ["b.example.com"]}),
-    "another host": policy("b-1", {"pathPrefix": "/b", "hosts": ["b.example.com", "a.example.com"]}),
+    "another host": policy(
+        "b-1", {"pathPrefix": "/b", "hosts": ["b.example.com", "a.example.com"]}
+    ),
     "a route": policy("b-1", {"routes": ["a"], "hosts": ["b.example.com"]}),
     "another's id": policy("a", OWN),
     "an id of others": policy("a-new", OWN),
-    "a kill switch": bundle(policy("b-1", OWN), kill_switches=[{"scope_key": "header:x", "scope_value": "y", "route": "/b/x"}]),
-    "a comparison": {"id": "b-1", "spec": {**policy("b-1", OWN)["spec"], "mode": "shadow", "canary_of": "a"}},
+    "a kill switch": bundle(
+        policy("b-1", OWN),
+        kill_switches=[{"scope_key": "header:x", "scope_value": "y", "route": "/b/x"}],
+    ),
+    "a comparison": {
+        "id": "b-1",
+        "spec": {**policy("b-1", OWN)["spec"], "mode": "shadow", "canary_of": "a"},
+    },
 }
 
 
@@ -554,19 +634,29 @@ def test_namespaces_apply_at_every_reload(place: Place) -> None:
     place.write(**{"a": guard("a"), "b/b": policy("b-1", OWN, limit_keys=["jwt:org"])})
     place.start(namespace_of=(f"{place.folder}/b=host:b.example.com,path:/b,id:b-",))
     for name, document in HOSTILE.items():
-        assert (place.change(**{"b/b": document}), [*place.refused], place.reloads[0]) == (["a", "b-1"], ["b"], 0), name
+        assert (place.change(**{"b/b": document}), [*place.refused], place.reloads[0]) == (
+            ["a", "b-1"],
+            ["b"],
+            0,
+        ), name
 
     assert (place.change(a=guard("b-2")), [*place.refused]) == (["a", "b-1"], ["b", "a"])
 
 
-@pytest.mark.parametrize("bad", [b"{", json.dumps(guard("a")).encode()], ids=["errors of its own", "another's id"])
+@pytest.mark.parametrize(
+    "bad", [b"{", json.dumps(guard("a")).encode()], ids=["errors of its own", "another's id"]
+)
 def test_first_load_can_skip_invalid_files(place: Place, bad: bytes) -> None:
     place.write(a=guard("a"), b=bad)
     with pytest.raises(BundleErrors):
         place.start(place.folder, place.folder.parent / "missing")
     place.start(place.folder, place.folder.parent / "missing", on_bad_file="skip")
 
-    assert (place.ids, sorted(place.refused), place.take_errors().count(NEW)) == (["a"], ["b", "missing"], 2)
+    assert (place.ids, sorted(place.refused), place.take_errors().count(NEW)) == (
+        ["a"],
+        ["b", "missing"],
+        2,
+    )
     assert (place.change(), place.take_errors()) == (["a"], [])
     assert (place.change(b=guard("b")), [*place.refused]) == (["a", "b"], ["missing"])
 
@@ -578,13 +668,18 @@ def test_first_load_without_valid_file_raises(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "warned"), [(2, 1, True), (2, 1.5, True), (1, 2, False), (1, 1, False), (2, None, False)]
+    ("before", "after", "warned"),
+    [(2, 1, True), (2, 1.5, True), (1, 2, False), (1, 1, False), (2, None, False)],
 )
-def test_lower_bundle_version_applies_with_a_warning(place: Place, before: float, after: float | None, warned: bool) -> None:
+def test_lower_bundle_version_applies_with_a_warning(
+    place: Place, before: float, after: float | None, warned: bool
+) -> None:
     place.write(p=bundle(guard("a"), bundle_version=before))
     place.start()
 
-    assert place.change(p=bundle(guard("b"), bundle_version=after) if after else [guard("b")]) == ["b"]
+    assert place.change(p=bundle(guard("b"), bundle_version=after) if after else [guard("b")]) == [
+        "b"
+    ]
     assert ("bundle_version went down" in place.caplog.messages) == warned
 
 
@@ -600,7 +695,12 @@ def test_global_shadow_expires_by_the_clock(place: Place, shadow: bool) -> None:
 
     acting = "shadow" if shadow else "enforce"
     assert (seen, place.reloads) == (["shadow", "shadow", acting, acting], (0, 0))
-    assert shadow or len(place.swapped) == place.caplog.messages.count("global_shadow expired, its policies act again") == 1
+    assert (
+        shadow
+        or len(place.swapped)
+        == place.caplog.messages.count("global_shadow expired, its policies act again")
+        == 1
+    )
 
 
 def test_expired_bundle_stays_active_and_is_reported(place: Place) -> None:
@@ -608,7 +708,9 @@ def test_expired_bundle_stays_active_and_is_reported(place: Place) -> None:
     place.start()
     seen = [(place.ids, place.read("policy_expired"))]
     place.now += timedelta(seconds=2)
-    seen += [(place.change(**files), place.read("policy_expired")) for files in ({}, {}, {"p": None})]
+    seen += [
+        (place.change(**files), place.read("policy_expired")) for files in ({}, {}, {"p": None})
+    ]
 
     assert seen == [(["p", "q"], 0), (["p", "q"], 1), (["p", "q"], 1), (["q"], 0)]
     assert place.take_errors() == ["bundle expired, its policies keep acting"]

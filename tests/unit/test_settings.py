@@ -9,14 +9,25 @@ import pytest
 
 from extproc.errors import UsageError
 from extproc.options import ENVIRONMENT_ONLY
-from extproc.settings import Address, Settings, SubjectName, add_flags, find_unknown, parse_address, read_settings
+from extproc.settings import (
+    Address,
+    Settings,
+    SubjectName,
+    add_flags,
+    find_unknown,
+    parse_address,
+    read_settings,
+)
 
 
 def given(*flags: str, **environment: str) -> Settings:
     """Settings from a command line and `LOOPGUARD_` variables named without their prefix."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return read_settings(vars(parser.parse_args(flags)), {f"LOOPGUARD_{name}": value for name, value in environment.items()})
+    return read_settings(
+        vars(parser.parse_args(flags)),
+        {f"LOOPGUARD_{name}": value for name, value in environment.items()},
+    )
 
 
 # field, a value other than the default as flag and as variable, what becomes of them
@@ -87,7 +98,11 @@ def test_flag_overrides_environment_overrides_default(
     line = [part for value in flags for part in (flag, value)] or [flag]
     environment = {name.upper(): variable}
 
-    values = [getattr(given(*line, **environment), name), getattr(given(**environment), name), getattr(given(), name)]
+    values = [
+        getattr(given(*line, **environment), name),
+        getattr(given(**environment), name),
+        getattr(given(), name),
+    ]
 
     assert values == [by_flag, by_variable, getattr(Settings(), name)]
     assert values[2] not in values[:2]
@@ -97,7 +112,11 @@ def test_defaults() -> None:
     settings = given()
 
     assert (settings.listen.text, settings.admin.text) == ("127.0.0.1:50051", "127.0.0.1:9900")
-    assert (settings.store, settings.on_store_error, settings.shadow) == ("memory://", "allow", False)
+    assert (settings.store, settings.on_store_error, settings.shadow) == (
+        "memory://",
+        "allow",
+        False,
+    )
     assert (settings.max_streams, settings.max_throttled) == (20_000, 10_000)
 
 
@@ -140,9 +159,15 @@ BAD = [
     ("price", "cheap", "must be US dollars per million input tokens, such as 2.50"),
     ("admin", "9900", "must be HOST:PORT or unix:/PATH"),
     ("on_store_error", "ignore", "must be one of allow, reject"),
-    *(("max_streams", text, "must be a positive integer") for text in ("0", "-1", "1.5", "many", "")),
+    *(
+        ("max_streams", text, "must be a positive integer")
+        for text in ("0", "-1", "1.5", "many", "")
+    ),
     *((name, "0", "must be a positive integer") for name in ("max_connections", "max_throttled")),
-    *(("drain_delay", text, "must be a number of seconds from 0 to 86400") for text in ("-1", "nan", "inf", "86401", "5s", "")),
+    *(
+        ("drain_delay", text, "must be a number of seconds from 0 to 86400")
+        for text in ("-1", "nan", "inf", "86401", "5s", "")
+    ),
     ("drain_timeout", "soon", "must be a number of seconds from 0 to 86400"),
     ("log_format", "xml", "must be one of text, json"),
     ("log_level", "INFO", "must be one of debug, info, warning, error"),
@@ -178,9 +203,18 @@ def test_switches_take_the_usual_words(flags: list[str], variable: str, value: b
 
 def test_unknown_variables_are_named() -> None:
     environ = dict.fromkeys(
-        ["LOOPGUARD_MAX_STREAM", "LOOPGUARD_QQQQ", "LOOPGUARD_SHADOW", "LOOPGUARD_PORT", "LOOPGUARD_PORT_50051_TCP_ADDR"], "1"
+        [
+            "LOOPGUARD_MAX_STREAM",
+            "LOOPGUARD_QQQQ",
+            "LOOPGUARD_SHADOW",
+            "LOOPGUARD_PORT",
+            "LOOPGUARD_PORT_50051_TCP_ADDR",
+        ],
+        "1",
     )
-    environ |= dict.fromkeys(["LOOPGUARD_SERVICE_HOST", "LOOPGUARD_SERVICE_PORT_GRPC", "LOOPGUARD_TEST_ENVOY"], "1")
+    environ |= dict.fromkeys(
+        ["LOOPGUARD_SERVICE_HOST", "LOOPGUARD_SERVICE_PORT_GRPC", "LOOPGUARD_TEST_ENVOY"], "1"
+    )
     environ |= dict.fromkeys(["LOOPGUARD_COMPILED", "PATH"], "1")
 
     assert find_unknown(environ) == [

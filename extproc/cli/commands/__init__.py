@@ -1,9 +1,9 @@
 """The subcommands of `loopguard`, one file each.
 
-Each has `HELP`, a line for `loopguard --help`; `EXAMPLES`, the end of its own --help; `add_flags`, which declares its flags;
-and `run`, which returns the exit code. Slow imports that only `run` needs are in `run`. It raises UsageError for an invalid
-flag, BundleErrors with all errors in the policies, and another LoopguardError if a server, a log or a file fails. `main` prints
-these.
+Each has `HELP`, a line for `loopguard --help`; `EXAMPLES`, the end of its own --help; `add_flags`,
+which declares its flags; and `run`, which returns the exit code. Slow imports that only `run` needs
+are in `run`. It raises UsageError for an invalid flag, BundleErrors with all errors in the
+policies, and another LoopguardError if a server, a log or a file fails. `main` prints these.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ COMMANDS = (
     "healthcheck",
     "completion",
 )
-"""In the order of `loopguard --help`. File names have underscores for dashes, as in `envoy_config.py`."""
+"""In the order of `loopguard --help`.
+
+File names have underscores for dashes, as in `envoy_config.py`.
+"""
 
 
 def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add --policy; unless `required`, the preset is the default."""
-    text = f"policy file or directory; repeatable{'' if required else ' (default: the preset agents)'}"
+    text = (
+        f"policy file or directory; repeatable{'' if required else ' (default: the preset agents)'}"
+    )
     parser.add_argument("--policy", action="append", required=required, metavar="PATH", help=text)
 
 
@@ -68,7 +73,10 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
         "--hash-key-file",
         default="",
         metavar="PATH",
-        help="as serve --hash-key-file: recognise the notes of these servers, and hash API keys as they do",
+        help=(
+            "as serve --hash-key-file: recognise the notes of these servers, and hash API keys "
+            "as they do"
+        ),
     )
 
 

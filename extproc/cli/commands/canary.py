@@ -46,7 +46,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         allow_abbrev=False,
     )
     add_admin_flag(status)
-    status.add_argument("--policy", metavar="ID", help="only this shadow policy (default: all that are compared)")
+    status.add_argument(
+        "--policy", metavar="ID", help="only this shadow policy (default: all that are compared)"
+    )
     add_options(status, Rules)
     status.add_argument("--json", action="store_true", help="print JSON")
 
@@ -64,8 +66,16 @@ def run(options: argparse.Namespace) -> int:
         policy = options.policy
         compared = sorted({state.candidate for state in every})
         named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
-        hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
-        raise LoopguardError("; ".join([f"{named} is compared with an enforcing one", hint, *_list_idle_shares(clients)]))
+        hint = (
+            f"compared are: {', '.join(compared)}"
+            if compared
+            else "set canary_of, or give both the same selector"
+        )
+        raise LoopguardError(
+            "; ".join(
+                [f"{named} is compared with an enforcing one", hint, *_list_idle_shares(clients)]
+            )
+        )
     if options.json:
         print(write_json({"canaries": canaries}, indent=2))
     for canary in canaries if not options.json else ():
@@ -88,24 +98,35 @@ def _collect_states(clients: Sequence[AdminClient]) -> list[State]:
 def _list_idle_shares(clients: Sequence[AdminClient]) -> list[str]:
     """Findings about policies with `enforce_percent` that cover no caller yet."""
     with suppress(LoopguardError):  # only a hint
-        findings = [finding for client in clients for finding in client.ask("/coverage").get("findings", [])]
-        return list(dict.fromkeys([each["text"] for each in findings if each["reason"] == ENFORCES_ON_NONE]))
+        findings = [
+            finding for client in clients for finding in client.ask("/coverage").get("findings", [])
+        ]
+        return list(
+            dict.fromkeys([each["text"] for each in findings if each["reason"] == ENFORCES_ON_NONE])
+        )
     return []
 
 
-def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # a server may answer anything
+# A server may answer anything
+def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401
     replicas = answer.get("replicas") if isinstance(answer, dict) else None
-    if not isinstance(replicas, dict) or not all(isinstance(states, list) for states in replicas.values()):
+    if not isinstance(replicas, dict) or not all(
+        isinstance(states, list) for states in replicas.values()
+    ):
         raise LoopguardError("the server did not return canary counts")
     return replicas
 
 
 def _print_canary(canary: dict[str, Any]) -> None:
-    from extproc.cli.tables import make_console, print_rows  # noqa: PLC0415  # takes 0.1 s to import; other commands do not need it
+    # Takes 0.1 s to import; other commands do not need it
+    from extproc.cli.tables import make_console, print_rows  # noqa: PLC0415
 
     console = make_console()
     verdict = canary["verdict"].replace("_", " ")
-    about = f"{canary['policy']}, canary of {canary['canary_of']}: {canary['summary'].removesuffix(verdict)}"
+    about = (
+        f"{canary['policy']}, canary of {canary['canary_of']}: "
+        f"{canary['summary'].removesuffix(verdict)}"
+    )
     console.print(escape_controls(about), end="", style="bold", soft_wrap=True)
     console.print(verdict, style=f"bold {_COLORS[canary['verdict']]}", soft_wrap=True)
     for reason in canary["reasons"]:
@@ -116,7 +137,10 @@ def _print_canary(canary: dict[str, Any]) -> None:
     new = canary["new"]
     exactly = "" if new["exact"] else "about "
     tenants = f"{exactly}{new['tenants']} of {new['of_tenants']}"
-    console.print(f"  new: loops {exactly}{new['loops']}, tenants {tenants}, sessions {exactly}{new['sessions']}")
+    console.print(
+        f"  new: loops {exactly}{new['loops']}, tenants {tenants}, sessions "
+        f"{exactly}{new['sessions']}"
+    )
     for who, arms in canary["after_notes"].items():
         for arm, counts in arms.items():
             console.print(escape_controls(f"  {who}: {write_after(counts, noted=arm == 'noted')}"))
@@ -128,7 +152,11 @@ def _print_canary(canary: dict[str, Any]) -> None:
         rows.append((name, canary[group][key], share, between))
     print_rows(console, "", ("requests", "#number", "#share", "between"), rows)
     disagreements = [
-        (each["about"].replace("_", " "), f"{'<= ' if each['over'] else ''}{each['count']:,}", *[each[key] for key in _WHERE])
+        (
+            each["about"].replace("_", " "),
+            f"{'<= ' if each['over'] else ''}{each['count']:,}",
+            *[each[key] for key in _WHERE],
+        )
         for each in canary["disagreements"]
     ]
     print_rows(console, "", ("disagreement", "#number", *_WHERE), disagreements)

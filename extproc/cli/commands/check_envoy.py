@@ -30,8 +30,17 @@ _SIZE = make_type(parse_integer(0))
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("file", nargs="?", metavar="FILE", help="bootstrap, config dump or xDS resources, as YAML or JSON")
-    source.add_argument("--admin", metavar="URL", help="admin page of a running Envoy, such as http://127.0.0.1:9901")
+    source.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="bootstrap, config dump or xDS resources, as YAML or JSON",
+    )
+    source.add_argument(
+        "--admin",
+        metavar="URL",
+        help="admin page of a running Envoy, such as http://127.0.0.1:9901",
+    )
     parser.add_argument(
         "--policy",
         action="append",
@@ -61,19 +70,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="ignore this finding or request; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    probe = parser.add_argument_group("probe", "send marked requests through a live gateway; they reach the upstream")
+    probe = parser.add_argument_group(
+        "probe", "send marked requests through a live gateway; they reach the upstream"
+    )
     probe.add_argument(
         "--probe",
         action="append",
         default=[],
         metavar="URL",
-        help="URL of a listener; without a path, the paths of --policy and of guarded routes are probed; repeatable",
+        help=(
+            "URL of a listener; without a path, the paths of --policy and of guarded routes are "
+            "probed; repeatable"
+        ),
     )
     probe.add_argument(
         "--loopguard",
         action="append",
         metavar="URL|unix:/PATH",
-        help="admin port of each Loopguard behind the gateway; repeatable (default: as in `loopguard doctor`)",
+        help=(
+            "admin port of each Loopguard behind the gateway; repeatable (default: as in "
+            "`loopguard doctor`)"
+        ),
     )
     probe.add_argument(
         "-H",
@@ -84,14 +101,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="header to send, such as a credential; repeatable",
     )
     probe.add_argument(
-        "--probe-size", type=_SIZE, default=2 * 2**20, metavar="BYTES", help="size of the large body (default 2097152)"
+        "--probe-size",
+        type=_SIZE,
+        default=2 * 2**20,
+        metavar="BYTES",
+        help="size of the large body (default 2097152)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console  # noqa: PLC0415  # only this command needs it
 
-    from extproc.cli.envoy_check.config import find_resources  # noqa: PLC0415  # as above: yaml and the service's parts
+    # As above: yaml and the service's parts
+    from extproc.cli.envoy_check.config import find_resources  # noqa: PLC0415
     from extproc.cli.envoy_check.document import fetch_dump, read_file  # noqa: PLC0415
     from extproc.cli.envoy_check.inspect import inspect  # noqa: PLC0415
     from extproc.cli.envoy_check.needs import find_needs  # noqa: PLC0415
@@ -104,24 +126,44 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("name a FILE, --admin URL or --probe URL")
     known = [*CODES, *list_names()]
     if unknown := sorted(set(options.ignore) - set(known)):
-        raise UsageError(f"--ignore {unknown[0]} is neither a finding nor a request; known: {', '.join(known)}")
+        raise UsageError(
+            f"--ignore {unknown[0]} is neither a finding nor a request; known: {', '.join(known)}"
+        )
     policies = load_policies(options.policy) if options.policy else None
     report, source = None, options.admin or options.file
     if source:
         document = fetch_dump(options.admin) if options.admin else read_file(options.file)
-        report = inspect(find_resources(document), find_needs(policies, options.uploads), options.filter, options.ignore)
+        report = inspect(
+            find_resources(document),
+            find_needs(policies, options.uploads),
+            options.filter,
+            options.ignore,
+        )
     results = []
     if options.probe:
         paths = list_paths(policies, report)
         clients = open_clients(options.loopguard, "--loopguard")
-        results = probe(options.probe, paths, clients, read_headers(options.header), options.probe_size)
+        results = probe(
+            options.probe, paths, clients, read_headers(options.header), options.probe_size
+        )
     if options.json:
         found = make_json(report, source) if report is not None else {}
-        print(write_json({**found, **({"probes": [result.describe() for result in results]} if results else {})}, indent=2))
+        print(
+            write_json(
+                {
+                    **found,
+                    **({"probes": [result.describe() for result in results]} if results else {}),
+                },
+                indent=2,
+            )
+        )
     else:
         console = Console(highlight=False, markup=False, file=sys.stdout)
         if report is not None:
             print_report(report, source, console)
         if results:
             print_results(results, console)
-    return int((report is not None and not report.is_good) or (bool(options.probe) and not is_guarded(results, options.ignore)))
+    return int(
+        (report is not None and not report.is_good)
+        or (bool(options.probe) and not is_guarded(results, options.ignore))
+    )

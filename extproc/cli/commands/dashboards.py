@@ -13,7 +13,9 @@ from extproc.errors import UsageError
 
 FILES = ("loopguard.json", "loopguard.rules.yaml", "alertmanager.yaml")
 
-HELP = "write the Grafana dashboard, the Prometheus alerts and an example for Alertmanager to a folder"
+HELP = (
+    "write the Grafana dashboard, the Prometheus alerts and an example for Alertmanager to a folder"
+)
 EXAMPLES = """files:
   loopguard.json         a dashboard to import into Grafana, or to provision from the folder
   loopguard.rules.yaml   alerts, for rule_files in prometheus.yml
@@ -40,7 +42,11 @@ def run(options: argparse.Namespace) -> int:
     texts = {folder / name: read_dashboard(name) for name in FILES}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        changed = [path for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
+        changed = [
+            path
+            for path, text in texts.items()
+            if path.exists() and path.read_bytes() != text.encode()
+        ]
         if changed and not options.force:
             told = ", ".join(map(str, changed))
             raise UsageError(f"{told}: exists with other content; --force replaces it")

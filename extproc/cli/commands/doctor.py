@@ -24,7 +24,9 @@ _PROBLEM = "problem"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_admin_flag(parser)
-    parser.add_argument("--json", action="store_true", help="print the JSON of /coverage of each server, in a list")
+    parser.add_argument(
+        "--json", action="store_true", help="print the JSON of /coverage of each server, in a list"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,7 +37,9 @@ def run(options: argparse.Namespace) -> int:
         for report in reports:
             for line in write_report(report, named=len(reports) > 1):
                 print(escape_controls(line))
-    return int(any(finding["level"] == _PROBLEM for report in reports for finding in report["findings"]))
+    return int(
+        any(finding["level"] == _PROBLEM for report in reports for finding in report["findings"])
+    )
 
 
 def _ask(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
@@ -55,7 +59,10 @@ def _report_separate_memory(report: dict[str, Any], servers: int) -> None:
     for finding in report["findings"]:
         if finding["reason"] == "memory_store":
             finding["level"] = _PROBLEM
-            finding["text"] = f"{servers} servers each count for themselves (memory://), so limits hold for each of them alone"
+            finding["text"] = (
+                f"{servers} servers each count for themselves (memory://), so limits hold for "
+                "each of them alone"
+            )
             finding["change"] = "`serve --store redis://HOST:6379` for all of them"
     report["findings"].sort(key=lambda finding: finding["level"] != _PROBLEM)
 
@@ -70,8 +77,12 @@ def write_report(report: Mapping[str, Any], *, named: bool) -> list[str]:
     if report["problem"]:
         lines.append(f"other replicas' numbers are missing or old: {report['problem']}")
     for policy in report["policies"]:
-        told = f"{policy['counted']:,} of {policy['requests'] - policy['exempt']:,} requests counted"
-        lines.append(f"  {policy['policy']} ({policy['mode']}): {told}{_write_place(policy['place'])}")
+        told = (
+            f"{policy['counted']:,} of {policy['requests'] - policy['exempt']:,} requests counted"
+        )
+        lines.append(
+            f"  {policy['policy']} ({policy['mode']}): {told}{_write_place(policy['place'])}"
+        )
     for finding in report["findings"]:
         lines += ["", f"{finding['level']}: {_write_subject(finding)}{finding['text']}"]
         if finding["change"]:
@@ -88,6 +99,13 @@ def _write_place(place: str | None) -> str:
 def _write_subject(finding: Mapping[str, Any]) -> str:
     if not finding["policy"]:
         return ""
-    detector = f"/{finding['detector']}" if finding["detector"] and finding["detector"] != "default" else ""
+    detector = (
+        f"/{finding['detector']}"
+        if finding["detector"] and finding["detector"] != "default"
+        else ""
+    )
     route = f" on route {finding['route']}" if finding["route"] else ""
-    return f"{finding['policy']}{detector}: {finding['requests']:,} of {finding['of']:,} requests{route} ({finding['reason']}) "
+    return (
+        f"{finding['policy']}{detector}: {finding['requests']:,} of {finding['of']:,} "
+        f"requests{route} ({finding['reason']}) "
+    )

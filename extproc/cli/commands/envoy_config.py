@@ -32,19 +32,41 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     policies = load_policies(given.policy or [find_preset(DEFAULT_PRESET)])
     chosen = options.read_options(EnvoyOptions, vars(given))
-    sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))
-    if chosen.upstream is not None and chosen.upstream.port == _OTHER_HTTPS and not chosen.speaks_tls:
-        print_warnings([f"port {_OTHER_HTTPS} usually speaks TLS, and Envoy will not; add --upstream-tls"])
+    sys.stdout.write(
+        render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen)
+    )
+    if (
+        chosen.upstream is not None
+        and chosen.upstream.port == _OTHER_HTTPS
+        and not chosen.speaks_tls
+    ):
+        print_warnings(
+            [f"port {_OTHER_HTTPS} usually speaks TLS, and Envoy will not; add --upstream-tls"]
+        )
     acting = policies.list_acting()
     if not acting:
         print_warnings(["no policy has loop_detection enabled, so this guards nothing"])
     if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):
-        print_warnings([f"these policies select by routes that are not in --routes: {', '.join(unseen)}"])
-    steering = policies.list_steering() if chosen.body_mode == "tolerant" or chosen.tolerant_routes else []
+        print_warnings(
+            [f"these policies select by routes that are not in --routes: {', '.join(unseen)}"]
+        )
+    steering = (
+        policies.list_steering() if chosen.body_mode == "tolerant" or chosen.tolerant_routes else []
+    )
     if steering:
-        told = f"on tolerant routes, notes of {', '.join(steering)} become warnings, which no model reads"
+        told = (
+            f"on tolerant routes, notes of {', '.join(steering)} become warnings, which no "
+            "model reads"
+        )
         print_warnings([f"{told}; --body-mode duplex has no limit either, and adds them"])
     enforcing = [policy.id for policy in acting if policy.spec.mode == "enforce"]
     if chosen.shadow_mode == "partial" and enforcing and given.policy:
-        print_warnings([f"these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow"])
+        print_warnings(
+            [
+                (
+                    f"these policies would act: {', '.join(enforcing)}; start Loopguard with serve "
+                    "--shadow"
+                )
+            ]
+        )
     return 0

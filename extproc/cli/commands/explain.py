@@ -32,7 +32,13 @@ from extproc.logs import escape_controls
 from extproc.operator.table import find_known
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.hash_key import read_hash_key
-from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
+from extproc.request.http import (
+    HttpRequest,
+    StatedFacts,
+    decode_claims,
+    explain_unknowable_body,
+    opens_websocket,
+)
 from extproc.sessions.limits import UNNAMED
 from extproc.store.rules.budget import PERIOD
 from extproc.store.rules.chain import ChainLink
@@ -49,15 +55,39 @@ _Rows: TypeAlias = list[tuple[str, str]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_policy_flag(parser)
-    parser.add_argument("-X", "--request", metavar="METHOD", help="request method (default GET, or POST with -d)")
     parser.add_argument(
-        "-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="request header; repeatable"
+        "-X", "--request", metavar="METHOD", help="request method (default GET, or POST with -d)"
     )
-    parser.add_argument("-d", "--data", metavar="BODY|@FILE", help="request body, @- for standard input")
-    parser.add_argument("--claim", action="append", default=[], metavar="NAME=VALUE", help="a verified JWT claim; repeatable")
-    parser.add_argument("--address", default="127.0.0.1", metavar="IP", help="the caller's address (default 127.0.0.1)")
+    parser.add_argument(
+        "-H",
+        "--header",
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="request header; repeatable",
+    )
+    parser.add_argument(
+        "-d", "--data", metavar="BODY|@FILE", help="request body, @- for standard input"
+    )
+    parser.add_argument(
+        "--claim",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a verified JWT claim; repeatable",
+    )
+    parser.add_argument(
+        "--address",
+        default="127.0.0.1",
+        metavar="IP",
+        help="the caller's address (default 127.0.0.1)",
+    )
     parser.add_argument("--route", default="", metavar="NAME", help="name of the Envoy route")
-    parser.add_argument("--allow-unverified-jwt", action="store_true", help="take claims from -H 'authorization: Bearer ...'")
+    parser.add_argument(
+        "--allow-unverified-jwt",
+        action="store_true",
+        help="take claims from -H 'authorization: Bearer ...'",
+    )
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
     add_key_flag(parser)
     parser.add_argument("url", metavar="URL")
@@ -81,16 +111,30 @@ def run(options: argparse.Namespace) -> int:
         if not options.shadow:
             return 0
     request.hash_key = key = read_hash_key(options.hash_key_file)
-    ramps = {plan.id: _describe_ramp(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
+    ramps = {
+        plan.id: _describe_ramp(plan.ramp, request)
+        for plan in engine.match(request)
+        if plan.ramp is not None
+    }
     exchange = engine.prepare(request, key=key)
     if exchange is None:
-        print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
+        print(
+            escape_controls(
+                f"no policy matches {request.method} {request.path}: the request passes uncounted"
+            )
+        )
         return 0
-    reason = explain_unknowable_body(request) if exchange.needs_body or request.opens_responses else ""
+    reason = (
+        explain_unknowable_body(request) if exchange.needs_body or request.opens_responses else ""
+    )
     exchange.read_body(None if reason else exchange.sum_up(body), reason, body)
     missing = [entry for group in exchange.groups for entry in group.missing]
     for policy, detector, why in exchange.list_left_out():
-        if (detector, why) == (BUDGET, MISSING) and exchange.enforcing.forbidden is None and not _is_charged(exchange, policy):
+        if (
+            (detector, why) == (BUDGET, MISSING)
+            and exchange.enforcing.forbidden is None
+            and not _is_charged(exchange, policy)
+        ):
             continue  # printed below, with its rules
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
@@ -113,7 +157,11 @@ def _is_charged(exchange: Exchange, policy: str) -> bool:
 
 
 def _print_idle_budgets(plan: Plan, exchange: Exchange, missing: Sequence[tuple[str, str]]) -> None:
-    left_out = [why for policy, guard, why in exchange.list_left_out() if (policy, guard) == (plan.id, BUDGET)]
+    left_out = [
+        why
+        for policy, guard, why in exchange.list_left_out()
+        if (policy, guard) == (plan.id, BUDGET)
+    ]
     explained = exchange.enforcing.forbidden is not None if MISSING in left_out else bool(left_out)
     if plan.budget is None or _is_charged(exchange, plan.id) or explained:
         return
@@ -128,7 +176,13 @@ def _print_idle_budgets(plan: Plan, exchange: Exchange, missing: Sequence[tuple[
         else:
             why = "a limit key is missing"
         rows.append(("rule", f"{planned.rule.name}: {why}"))
-    _print_rows([*rows, *_list_missing(missing, plan.id, exchange.request), ("decision", "allow: no rule applies")])
+    _print_rows(
+        [
+            *rows,
+            *_list_missing(missing, plan.id, exchange.request),
+            ("decision", "allow: no rule applies"),
+        ]
+    )
 
 
 def _print_guard(guard: Guard, exchange: Exchange, body: bytes, more: _Rows) -> None:
@@ -149,8 +203,19 @@ def _print_guard(guard: Guard, exchange: Exchange, body: bytes, more: _Rows) -> 
             ("history", shown),
             ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
         ]
-        told = f"up to {limiter.describe(guard.session)}, then {'report: would reject' if limiter.shadow else 'reject'} with "
-        _print_rows([*rows, ("decision", f"allow {told}{limiter.refusal.status or describe_status(final=True)}")])
+        told = (
+            f"up to {limiter.describe(guard.session)}, then "
+            f"{'report: would reject' if limiter.shadow else 'reject'} with "
+        )
+        _print_rows(
+            [
+                *rows,
+                (
+                    "decision",
+                    f"allow {told}{limiter.refusal.status or describe_status(final=True)}",
+                ),
+            ]
+        )
     elif isinstance(guard, BudgetGuard):
         _print_budgets(guard, more)
 
@@ -160,7 +225,10 @@ def _describe_ramp(ramp: Ramp, request: HttpRequest) -> _Rows:
     place, keys = ramp.find_place(request), " and ".join(ramp.keys)
     if not place:
         return [("ramp", f"out, so in shadow mode: the request has no {keys}")]
-    found = f"place {place} of {EVERYBODY} by {keys} (seed {ramp.seed}); the policy acts on places 1 to {ramp.percent}"
+    found = (
+        f"place {place} of {EVERYBODY} by {keys} (seed {ramp.seed}); the policy acts on "
+        f"places 1 to {ramp.percent}"
+    )
     return [("ramp", f"in: {found}" if ramp.covers(place) else f"out, so in shadow mode: {found}")]
 
 
@@ -171,14 +239,27 @@ def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: Http
 
 def _list_session_keys(engine: Engine, policy: str) -> _Rows:
     plan = engine.find_plan(policy)
-    keys = [key.key for key in plan.limiter.names.list_keys()] if plan is not None and plan.limiter is not None else []
-    return list(zip(chain(["missing"], repeat("")), [*(f"{key}, or" for key in keys[:-1]), *keys[-1:]], strict=False))
+    keys = (
+        [key.key for key in plan.limiter.names.list_keys()]
+        if plan is not None and plan.limiter is not None
+        else []
+    )
+    return list(
+        zip(
+            chain(["missing"], repeat("")),
+            [*(f"{key}, or" for key in keys[:-1]), *keys[-1:]],
+            strict=False,
+        )
+    )
 
 
 def _explain_missing(key: str, request: HttpRequest) -> str:
     source, _, name = key.partition(":")
     if source == "jwt" and request.read_header("authorization")[:7].lower() == "bearer ":
-        return ": authorization: Bearer is given, but not verified; see --claim and --allow-unverified-jwt"
+        return (
+            ": authorization: Bearer is given, but not verified; see --claim and "
+            "--allow-unverified-jwt"
+        )
     if source == "jwt":
         return f": no claim of that name was verified; give --claim {name}=VALUE"
     return ""
@@ -189,15 +270,34 @@ def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
     rules = guard.budget
     if guard.oversize is not None:
         subject = guard.oversize
-        told = f"{subject.reason.value}: about {subject.asked:.9g} tokens, and at most {subject.limit:.9g} are allowed"
-        _print_rows([("policy", f"{guard.plan.id} ({rules.mode})"), ("budget", subject.rule), *more, ("decision", told)])
+        told = (
+            f"{subject.reason.value}: about {subject.asked:.9g} tokens, and at most "
+            f"{subject.limit:.9g} are allowed"
+        )
+        _print_rows(
+            [
+                ("policy", f"{guard.plan.id} ({rules.mode})"),
+                ("budget", subject.rule),
+                *more,
+                ("decision", told),
+            ]
+        )
     for reserved in guard.reserved:
         limit, subject = reserved.limit, make_subject(reserved)
         unit = f" {subject.unit}" if subject.unit else ""
         final = reserved.take.amount > reserved.take.limit
-        status = reserved.rule.refusal.status or (describe_status(final=True) if final else KILLED_STATUS)
-        refusal = f"{'report: would reject' if rules.shadow else 'reject'} with {status} ({limit.reason.value})"
-        cost = "estimated, settled after the response" if reserved.rule.cost.measured else "fixed before the request is sent on"
+        status = reserved.rule.refusal.status or (
+            describe_status(final=True) if final else KILLED_STATUS
+        )
+        refusal = (
+            f"{'report: would reject' if rules.shadow else 'reject'} with {status} "
+            f"({limit.reason.value})"
+        )
+        cost = (
+            "estimated, settled after the response"
+            if reserved.rule.cost.measured
+            else "fixed before the request is sent on"
+        )
         stages = []
         for stage in reversed(reserved.rule.stages) if limit.kind == PERIOD else ():
             delay = f" by {stage.delay_ms} ms" if stage.delay_ms else ""
@@ -210,14 +310,21 @@ def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
             ("key", reserved.take.key),
             ("cost", f"{subject.asked:.9g}{unit}, {cost}"),
             *stages,
-            ("decision", refusal if final else f"allow while {subject.asked:.9g}{unit} is left, then {refusal}"),
+            (
+                "decision",
+                refusal
+                if final
+                else f"allow while {subject.asked:.9g}{unit} is left, then {refusal}",
+            ),
         ]
         _print_rows(rows)
 
 
 def _show_known(guard: Guard) -> _Rows:
     known = find_known(guard)
-    rows = [("credential", credential) for credential in known.credentials] + [("alias", known.alias)] * bool(known.alias)
+    rows = [("credential", credential) for credential in known.credentials] + [
+        ("alias", known.alias)
+    ] * bool(known.alias)
     return rows + [("label", f"{name}: {value}") for name, value in known.labels]
 
 
@@ -227,9 +334,15 @@ def _print_detector(guard: LoopGuard, exchange: Exchange, body: bytes, more: _Ro
     if detector.name != DEFAULT_DETECTOR or detector.looks:
         rows.append(("detector", f"{detector.name} ({detector.similarity_name})"))
     if detector.looks and exchange.plain is not None:
-        rows += zip(chain(["compared"], repeat("")), detector.similarity.show(exchange.plain), strict=False)
+        rows += zip(
+            chain(["compared"], repeat("")), detector.similarity.show(exchange.plain), strict=False
+        )
     rows += more
-    rows += [("composite", guard.composite), ("fingerprint", guard.fingerprint), ("tenant", guard.tenant)]
+    rows += [
+        ("composite", guard.composite),
+        ("fingerprint", guard.fingerprint),
+        ("tenant", guard.tenant),
+    ]
     rows += _show_known(guard)
     for push in guard.pushes:
         kind = "chain" if isinstance(push, ChainLink) else "ring"
@@ -258,7 +371,9 @@ def _show_note(guard: LoopGuard, exchange: Exchange, body: bytes) -> _Rows:
     detector, request = guard.detector, exchange.request
     found = guard.repeat
     now = found.step if found is not None and found.looping else 0
-    step = next(step for step, action in enumerate(detector.actions) if step >= now and action in NOTED)
+    step = next(
+        step for step, action in enumerate(detector.actions) if step >= now and action in NOTED
+    )
     note = write_note(_make_outcome(guard, step), exchange, detector)
     try:
         steer(request, body, note, partial(exchange.make_marks, guard), exchange.document)
@@ -292,9 +407,13 @@ def _describe_decision(guard: LoopGuard) -> str:
 
 def _describe_steps(guard: LoopGuard) -> str:
     first, *others = guard.detector.list_thresholds(guard.subject)
-    begins = guard.repeat.threshold if guard.repeat is not None else first  # a tool may have a threshold of its own
+    begins = (
+        guard.repeat.threshold if guard.repeat is not None else first
+    )  # a tool may have a threshold of its own
     later = [(step, threshold - first + begins) for step, threshold in enumerate(others, 1)]
-    described = [f"from {threshold} on {_describe_action(guard, step)}" for step, threshold in later]
+    described = [
+        f"from {threshold} on {_describe_action(guard, step)}" for step, threshold in later
+    ]
     return ", ".join([_describe_action(guard, 0), *described])
 
 
@@ -313,8 +432,14 @@ def _make_outcome(guard: LoopGuard, step: int) -> Outcome:
 def _describe_action(guard: LoopGuard, step: int) -> str:
     outcome = _make_outcome(guard, step)
     framed = guard.subject.frame("", "")
-    status = (outcome.refusal.status or describe_status(final=outcome.retry_after is None)) if framed is None else framed.status
-    answer = "an answer of the API, or if that is unknown with " if outcome.refusal.completes else ""
+    status = (
+        (outcome.refusal.status or describe_status(final=outcome.retry_after is None))
+        if framed is None
+        else framed.status
+    )
+    answer = (
+        "an answer of the API, or if that is unknown with " if outcome.refusal.completes else ""
+    )
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {
         "reject": f"reject with {answer}{status}{again}",
@@ -336,7 +461,10 @@ def _read_body(data: str | None) -> bytes:
 
 
 def _split_url(text: str) -> SplitResult:
-    """Split a URL like curl, whose scheme is optional; a path alone is enough. Raises UsageError."""
+    """Split a URL like curl, whose scheme is optional; a path alone is enough.
+
+    Raises UsageError.
+    """
     try:
         url = urlsplit(text if "://" in text else f"http://{text}")
         _ = url.port  # raises ValueError if invalid
@@ -360,8 +488,12 @@ def _make_request(options: argparse.Namespace, body: bytes) -> HttpRequest:
         headers.setdefault(name, value.encode("utf-8", "surrogateescape"))
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     method = options.request or ("POST" if body else "GET")
-    authority = headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
-    facts = StatedFacts(route=options.route, address=options.address, claims=_read_claims(options, headers))
+    authority = (
+        headers.get("host", b"").decode("utf-8", "surrogateescape") or url.netloc.rpartition("@")[2]
+    )
+    facts = StatedFacts(
+        route=options.route, address=options.address, claims=_read_claims(options, headers)
+    )
     request = HttpRequest(method, target, authority, headers, facts)
     request.opens_responses = opens_websocket(request) and read_path(request.path).websocket
     return request

@@ -8,7 +8,10 @@ import secrets
 from extproc.cli.commands.ordering import add_order_flags, give
 from extproc.errors import UsageError
 
-HELP = "give a session more steps, tool calls, dollars or agents, approve calls of a tool, or give a caller more of a budget"
+HELP = (
+    "give a session more steps, tool calls, dollars or agents, approve calls of a tool, or "
+    "give a caller more of a budget"
+)
 EXAMPLES = """examples:
   loopguard grant --session header:x-session-id=abc --caller x-team=red --steps 10 --cost 5
   loopguard grant --session 9f2c51a07be3d418 --tool-calls 20 --for 2h --reason 'nearly done'
@@ -22,7 +25,15 @@ up to the whole budget. With --for, its limit is raised for that time."""
 
 _LASTS = "1d"
 
-_AMOUNTS = ("steps", "tool_calls", "cost", "agents", "depth", "concurrent_agents", "spawns_per_minute")
+_AMOUNTS = (
+    "steps",
+    "tool_calls",
+    "cost",
+    "agents",
+    "depth",
+    "concurrent_agents",
+    "spawns_per_minute",
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +44,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cost", type=float, metavar="USD", help="additional dollars")
     parser.add_argument("--agents", type=int, metavar="N", help="additional agents that may start")
     parser.add_argument("--depth", type=int, metavar="N", help="additional levels of agents")
-    parser.add_argument("--concurrent-agents", type=int, metavar="N", help="additional agents that may be active at a time")
-    parser.add_argument("--spawns-per-minute", type=int, metavar="N", help="additional agents that may start within a minute")
+    parser.add_argument(
+        "--concurrent-agents",
+        type=int,
+        metavar="N",
+        help="additional agents that may be active at a time",
+    )
+    parser.add_argument(
+        "--spawns-per-minute",
+        type=int,
+        metavar="N",
+        help="additional agents that may start within a minute",
+    )
     text = "additional calls of a tool that has a limit of its own, repeatable"
-    parser.add_argument("--tool", action="append", default=[], metavar="NAME=N", dest="tools", type=_read_tool, help=text)
+    parser.add_argument(
+        "--tool",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        dest="tools",
+        type=_read_tool,
+        help=text,
+    )
     text = "name of a rule: give the caller more of its budget, once, or with --for a higher limit"
     parser.add_argument("--budget", metavar="RULE", help=text)
-    parser.add_argument("--amount", type=float, metavar="N", help="how much more, in the rule's own unit")
+    parser.add_argument(
+        "--amount", type=float, metavar="N", help="how much more, in the rule's own unit"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,7 +93,9 @@ def _give_budget(options: argparse.Namespace) -> int:
     if given:
         flag = given[0].replace("_", "-")
         raise UsageError(f"--{flag} does not go with --budget, which has an amount of its own")
-    return give("grant", options, budget=options.budget, amount=options.amount, key=secrets.token_hex(8))
+    return give(
+        "grant", options, budget=options.budget, amount=options.amount, key=secrets.token_hex(8)
+    )
 
 
 def _read_tool(text: str) -> tuple[str, int]:

@@ -25,10 +25,14 @@ exit code: 0 serving, 1 anything else"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthcheckTls:
-    tls_ca: str = option("", str, "CA certificates to verify the server with, if the port uses mutual TLS", "PATH")
+    tls_ca: str = option(
+        "", str, "CA certificates to verify the server with, if the port uses mutual TLS", "PATH"
+    )
     tls_cert: str = option("", str, "client certificate", "PATH")
     tls_key: str = option("", str, "private key of the client certificate", "PATH")
-    tls_server_name: str = option("", str, "name in the server's certificate, if it is not the host", "NAME")
+    tls_server_name: str = option(
+        "", str, "name in the server's certificate, if it is not the host", "NAME"
+    )
 
     def __post_init__(self) -> None:
         require_together(self, ("tls_ca", "tls_cert", "tls_key"), ("tls_server_name",))
@@ -47,7 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC logs to stderr
-    from extproc.transport.ask_health import ask_health  # noqa: PLC0415  # takes long to import; other commands do not need it
+    # Takes long to import; other commands do not need it
+    from extproc.transport.ask_health import ask_health  # noqa: PLC0415
 
     tls = read_options(HealthcheckTls, vars(options))
     try:
@@ -56,7 +61,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--address {error}, not {options.address!r}") from None
     status = ask_health(address, options.timeout, _make_credentials(tls), tls.tls_server_name)
     serving = status == "SERVING"
-    print(status.lower() if serving else escape_controls(status), file=sys.stdout if serving else sys.stderr)
+    print(
+        status.lower() if serving else escape_controls(status),
+        file=sys.stdout if serving else sys.stderr,
+    )
     return int(not serving)
 
 
@@ -68,11 +76,15 @@ def _make_credentials(tls: HealthcheckTls) -> object:
 
     if not tls.tls_ca:
         return None
-    ca, cert, key = [read_file(f"--tls-{name}", getattr(tls, f"tls_{name}")) for name in ("ca", "cert", "key")]
+    ca, cert, key = [
+        read_file(f"--tls-{name}", getattr(tls, f"tls_{name}")) for name in ("ca", "cert", "key")
+    ]
     try:  # gRPC would only report that it cannot connect
         ssl.create_default_context(cafile=tls.tls_ca).load_cert_chain(tls.tls_cert, tls.tls_key)
     except ssl.SSLError as error:
-        raise UsageError(f"--tls-ca, --tls-cert and --tls-key must be PEM files that belong together: {error}") from None
+        raise UsageError(
+            f"--tls-ca, --tls-cert and --tls-key must be PEM files that belong together: {error}"
+        ) from None
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
@@ -82,6 +94,7 @@ def _find_listen_address() -> str:
         address = settings.parse_address(text)
     except ValueError:
         return text
-    if address.is_unix or address.host not in ("::", "0.0.0.0"):  # noqa: S104  # recognised, not bound
+    # Recognised, not bound
+    if address.is_unix or address.host not in ("::", "0.0.0.0"):  # noqa: S104
         return text
     return f"127.0.0.1:{address.port}"

@@ -16,7 +16,12 @@ def read_preset(name: str) -> str:
 
 _PRESET_LINES = "\n".join(
     [
-        fill(json.loads(read_preset(name))["description"], 100, initial_indent=f"  {name:<13}", subsequent_indent=" " * 15)
+        fill(
+            json.loads(read_preset(name))["description"],
+            100,
+            initial_indent=f"  {name:<13}",
+            subsequent_indent=" " * 15,
+        )
         for name in PRESETS
     ]
 )
@@ -33,7 +38,9 @@ Replace the paths and limit keys with your own."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET, help=f"default {DEFAULT_PRESET}")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default=DEFAULT_PRESET, help=f"default {DEFAULT_PRESET}"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,7 +6,9 @@ from functools import partial
 
 from extproc.cli.commands.ordering import add_order_flags, give
 
-HELP = "refuse a session with its agents, or all sessions of a caller that have limits, until released"
+HELP = (
+    "refuse a session with its agents, or all sessions of a caller that have limits, until released"
+)
 EXAMPLES = """examples:
   loopguard kill --session header:x-session-id=abc --caller x-team=red --reason 'runaway, incident 7'
   loopguard kill --session 9f2c51a07be3d418 --for 7d

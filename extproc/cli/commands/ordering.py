@@ -22,18 +22,29 @@ _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 _OPERATOR_HEADER = "x-loopguard-operator"
 
 
-def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False) -> None:
+def add_order_flags(
+    parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False
+) -> None:
     """Add the flags of an order: --for with the default `lasts`, if any; --fingerprint and --tool unless `sessions`."""
     parser.add_argument(
         "--caller",
         action="append",
         default=[],
         metavar="NAME=VALUE|HASH",
-        help="a limit key of the caller and its value, as `explain` prints it, repeatable; or its hash, from a page or a log",
+        help=(
+            "a limit key of the caller and its value, as `explain` prints it, repeatable; or its "
+            "hash, from a page or a log"
+        ),
     )
-    parser.add_argument("--session", metavar="KEY=VALUE|HASH", help="a session, such as header:x-session-id=abc, or its hash")
+    parser.add_argument(
+        "--session",
+        metavar="KEY=VALUE|HASH",
+        help="a session, such as header:x-session-id=abc, or its hash",
+    )
     if not sessions:
-        parser.add_argument("--fingerprint", metavar="HEX", help="the fingerprint of a loop, from a log or refusal")
+        parser.add_argument(
+            "--fingerprint", metavar="HEX", help="the fingerprint of a loop, from a log or refusal"
+        )
         parser.add_argument("--tool", metavar="NAME", help="only requests that call this tool")
     parser.add_argument("--policy", metavar="ID", help="only under this policy (default: all)")
     parser.add_argument("--reason", metavar="TEXT", help="reason, for the log and other operators")
@@ -48,16 +59,21 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        help=f"file whose first token is sent to an admin port (default: {ENV_PREFIX}ADMIN_TOKEN_FILE, else that of a server on"
+        help="file whose first token is sent to an admin port (default: "
+        f"{ENV_PREFIX}ADMIN_TOKEN_FILE, else that of a server on"
         " this machine, for its own user); a socket needs none",
     )
 
 
 def give(kind: str, options: argparse.Namespace, **more: object) -> int:
     """Send an order to every server, with those of the `more` fields that are not None; returns the exit code."""
-    order = make_order(kind, options) | {name: value for name, value in more.items() if value is not None}
+    order = make_order(kind, options) | {
+        name: value for name, value in more.items() if value is not None
+    }
     for client in open_clients(options.admin):
-        given = client.ask("/overrides", method="POST", body=order, headers=make_headers(options, client))
+        given = client.ask(
+            "/overrides", method="POST", body=order, headers=make_headers(options, client)
+        )
         for note in given.get("notes", []):
             print(escape_controls(f"note: {note}"), file=sys.stderr)
         print(escape_controls(f"{kind} {given['override']} until {given['ends']}"))
@@ -68,7 +84,9 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """An order for `POST /overrides`; raises UsageError."""
     about: dict[str, Any] = {
         "caller": _read_caller(options.caller),
-        "session": _split(options.session, "--session") if options.session and "=" in options.session else options.session,
+        "session": _split(options.session, "--session")
+        if options.session and "=" in options.session
+        else options.session,
     }
     about |= {name: getattr(options, name) for name in ("fingerprint", "tool") if name in options}
     if not any(about.values()):
@@ -84,7 +102,9 @@ def read_duration(text: str) -> int:
     """Parse a duration such as `30m` to seconds; raises UsageError if it is malformed or too long for an order."""
     found = _DURATION.fullmatch(text)
     if found is None:
-        raise UsageError(f"--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not {text!r}")
+        raise UsageError(
+            f"--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not {text!r}"
+        )
     seconds = int(found[1]) * _UNITS[found[2]]
     if seconds > MAX_SECONDS:
         raise UsageError(f"--for is at most {MAX_SECONDS // _UNITS['d']}d, not {text}")
@@ -97,9 +117,14 @@ def make_headers(options: argparse.Namespace, client: AdminClient) -> dict[str, 
         user = getpass.getuser()
     except (KeyError, OSError):  # a user in a container may have no name
         user = str(os.getuid())
-    headers = {_OPERATOR_HEADER: f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()}
+    headers = {
+        _OPERATOR_HEADER: f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()
+    }
     variable = f"{ENV_PREFIX}ADMIN_TOKEN_FILE"
-    path, origin = options.token_file or os.environ.get(variable, ""), "--token-file" if options.token_file else variable
+    path, origin = (
+        options.token_file or os.environ.get(variable, ""),
+        "--token-file" if options.token_file else variable,
+    )
     if path:
         try:
             tokens = Path(path).read_text().split()

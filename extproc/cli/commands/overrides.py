@@ -36,7 +36,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     for client in open_clients(options.admin):
         if options.revoke:
-            client.ask(f"/overrides/{options.revoke}", method="DELETE", headers=make_headers(options, client))
+            client.ask(
+                f"/overrides/{options.revoke}",
+                method="DELETE",
+                headers=make_headers(options, client),
+            )
             print(escape_controls(f"revoked {options.revoke}"))
             continue
         standing = client.ask("/overrides")["overrides"]
@@ -53,10 +57,17 @@ def describe(override: Mapping[str, Any]) -> str:
     about = [f"{name} {_join(override[name])}" for name in _ABOUT if override.get(name)]
     about += list_amounts(override)
     policy = f"in {override['policy']}" if override.get("policy") else "in all policies"
-    policy += f" (met {', '.join(override['meets'])})" if override.get("meets") and not override.get("policy") else ""
+    policy += (
+        f" (met {', '.join(override['meets'])})"
+        if override.get("meets") and not override.get("policy")
+        else ""
+    )
     said = [f"by {override['who']}" if override.get("who") else "", override.get("reason", "")]
     words = ": ".join(word for word in said if word)
-    return f"{override['override']}  {override['kind']:<7}  {', '.join(about)}  {policy}  until {override['ends']}  {words}"
+    return (
+        f"{override['override']}  {override['kind']:<7}  {', '.join(about)}  {policy}  until "
+        f"{override['ends']}  {words}"
+    )
 
 
 def write_order(order: Mapping[str, Any]) -> str:
@@ -69,12 +80,24 @@ def write_order(order: Mapping[str, Any]) -> str:
 
 
 def list_amounts(override: Mapping[str, Any]) -> list[str]:
-    amounts = [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]
+    amounts = [
+        f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)
+    ]
     if rule := override.get("budget"):
-        amounts.append(f"+{override['amount']:.9g} {'to the limit of' if override.get('raises') else 'of'} {rule}")
+        amounts.append(
+            f"+{override['amount']:.9g} {'to the limit of' if override.get('raises') else 'of'} "
+            f"{rule}"
+        )
     calls = override.get("tools", {})
-    return amounts + [f"+{number} {'call' if number == 1 else 'calls'} of {tool}" for tool, number in calls.items()]
+    return amounts + [
+        f"+{number} {'call' if number == 1 else 'calls'} of {tool}"
+        for tool, number in calls.items()
+    ]
 
 
 def _join(value: str | Mapping[str, str]) -> str:
-    return value if isinstance(value, str) else " ".join(f"{name}={text}" for name, text in value.items())
+    return (
+        value
+        if isinstance(value, str)
+        else " ".join(f"{name}={text}" for name, text in value.items())
+    )

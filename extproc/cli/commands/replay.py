@@ -6,7 +6,13 @@ import argparse
 import sys
 
 from extproc.cli.commands import load_policies
-from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines
+from extproc.cli.replay.command import (
+    COUNT,
+    add_log_flags,
+    compile_policies,
+    open_logs,
+    print_lines,
+)
 from extproc.cli.replay.logs import HARMLESS
 from extproc.logs import escape_controls, write_json
 from extproc.request.hash_key import read_hash_key
@@ -26,18 +32,28 @@ can be replayed; with --strict, also if a line cannot be used"""
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_log_flags(parser)
-    parser.add_argument("--top", type=COUNT, default=10, metavar="N", help="number of worst offenders to show (default 10)")
+    parser.add_argument(
+        "--top",
+        type=COUNT,
+        default=10,
+        metavar="N",
+        help="number of worst offenders to show (default 10)",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
 
 
 def run(options: argparse.Namespace) -> int:
-    from extproc.cli.replay.judge import Judge  # noqa: PLC0415  # this and rich take 0.2 s to import; other commands need neither
+    # This and rich take 0.2 s to import; other commands need neither
+    from extproc.cli.replay.judge import Judge  # noqa: PLC0415
     from extproc.cli.replay.report import ReplayReport  # noqa: PLC0415  # same
     from extproc.cli.replay.table import print_report  # noqa: PLC0415  # same
 
     engine = compile_policies(load_policies(options.policy), shadow=options.shadow)
-    judge, report = Judge(engine, options.max_entries, read_hash_key(options.hash_key_file)), ReplayReport(engine)
+    judge, report = (
+        Judge(engine, options.max_entries, read_hash_key(options.hash_key_file)),
+        ReplayReport(engine),
+    )
     with open_logs(options) as (logs, entries):
         for entry in entries:
             report.add(entry, judge.judge(entry.recorded))

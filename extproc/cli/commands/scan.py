@@ -33,31 +33,60 @@ _DAY = 86_400
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="*", metavar="PATH", help="file or folder (default: where agents write)")
+    parser.add_argument(
+        "path", nargs="*", metavar="PATH", help="file or folder (default: where agents write)"
+    )
     parser.add_argument(
         "--since",
         type=make_type(parse_seconds(0, 100_000)),
         metavar="DAYS",
         help="only conversations of the last DAYS days (default: all)",
     )
-    parser.add_argument("--top", type=COUNT, default=10, metavar="N", help="number of worst loops to show (default 10)")
-    parser.add_argument("--show", action="store_true", help="show the content of repeated turns, not only sizes and hashes")
-    parser.add_argument("--limits", action="store_true", help="also show what sessions took, and `session_limits` for them")
+    parser.add_argument(
+        "--top",
+        type=COUNT,
+        default=10,
+        metavar="N",
+        help="number of worst loops to show (default 10)",
+    )
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="show the content of repeated turns, not only sizes and hashes",
+    )
+    parser.add_argument(
+        "--limits",
+        action="store_true",
+        help="also show what sessions took, and `session_limits` for them",
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page for a browser")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
-    parser.add_argument("--jobs", type=COUNT, metavar="N", help="number of processes (default: one for each processor)")
+    parser.add_argument(
+        "--jobs",
+        type=COUNT,
+        metavar="N",
+        help="number of processes (default: one for each processor)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     from extproc.cli.packed import Problems  # noqa: PLC0415  # same
-    from extproc.cli.replay.command import show_bar  # noqa: PLC0415  # this and rich take 0.2 s to import
+
+    # This and rich take 0.2 s to import
+    from extproc.cli.replay.command import show_bar  # noqa: PLC0415
     from extproc.cli.scan.files import EXAMPLE, choose_paths, find_files  # noqa: PLC0415  # same
     from extproc.cli.scan.report import ScanReport  # noqa: PLC0415  # same
-    from extproc.cli.scan.show import list_problems, print_limits, print_scan  # noqa: PLC0415  # same
+
+    # Same
+    from extproc.cli.scan.show import list_problems, print_limits, print_scan  # noqa: PLC0415
     from extproc.cli.scan.work import MOST_PROCESSES, ScanTask, count_processors, scan_files  # noqa: PLC0415  # same
 
-    if options.html is not None and not (Path(options.html).parent.is_dir() and not Path(options.html).is_dir()):
-        raise UsageError(f"--html cannot be written to {options.html}: give a file in a folder that exists")
+    if options.html is not None and not (
+        Path(options.html).parent.is_dir() and not Path(options.html).is_dir()
+    ):
+        raise UsageError(
+            f"--html cannot be written to {options.html}: give a file in a folder that exists"
+        )
     paths = choose_paths(options.path)
     if not options.path:
         print(escape_controls(f"scanning {' and '.join(paths)}"), file=sys.stderr)
@@ -73,7 +102,8 @@ def run(options: argparse.Namespace) -> int:
             report.add(batch)
     document = report.make_document()
     if options.html is not None:
-        from extproc.cli.scan.page import render_scan  # noqa: PLC0415  # jinja2 takes 0.1 s to import
+        # Jinja2 takes 0.1 s to import
+        from extproc.cli.scan.page import render_scan  # noqa: PLC0415
 
         write_file(options.html, render_scan(document))
     if options.json:
@@ -85,8 +115,12 @@ def run(options: argparse.Namespace) -> int:
     for line in list_problems(document["problems"]):
         print(escape_controls(line), file=sys.stderr)
     if not document["conversations"]:
-        why = _explain_nothing(document["problems"], unchanged=options.since is not None and not files)
-        raise LoopguardError(f"nothing to scan in {', '.join(paths)}: {why}{'' if options.path else EXAMPLE}")
+        why = _explain_nothing(
+            document["problems"], unchanged=options.since is not None and not files
+        )
+        raise LoopguardError(
+            f"nothing to scan in {', '.join(paths)}: {why}{'' if options.path else EXAMPLE}"
+        )
     return 0
 
 

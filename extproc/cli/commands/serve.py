@@ -30,16 +30,22 @@ add_flags = settings.add_flags
 
 
 def run(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server handles it; by default it ends the process
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # until the server handles it; by default it ends the process
     silence_grpc()
     import uvloop  # noqa: PLC0415  # only the server needs it
 
-    from extproc.server import Server  # noqa: PLC0415  # takes 0.3 s to import; other commands do not need it
+    # Takes 0.3 s to import; other commands do not need it
+    from extproc.server import Server  # noqa: PLC0415
 
     chosen = settings.read_settings(vars(options), os.environ)
     variable = f"{settings.ENV_PREFIX}POLICY"
     if not chosen.policy and variable in os.environ:  # such as a template without a value
-        raise UsageError(f"{variable} is empty; name policy files or directories, or unset it to watch without a policy")
+        raise UsageError(
+            f"{variable} is empty; name policy files or directories, or unset it to watch without "
+            "a policy"
+        )
     check_paths(chosen.policy)
     setup(chosen.log_format, chosen.log_level)
     for warning in settings.find_unknown(os.environ):
@@ -49,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
         await Server(chosen).run()
 
     # The fast transport is faster with uvloop; grpcio has its own poller.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if chosen.transport == "fast" else None) as runner:
+    with asyncio.Runner(
+        loop_factory=uvloop.new_event_loop if chosen.transport == "fast" else None
+    ) as runner:
         runner.run(serve())
     return 0
 

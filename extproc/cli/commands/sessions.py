@@ -28,13 +28,23 @@ _TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_to
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("session", nargs="?", default="", metavar="ID", help="hash of a session, as in the list")
+    parser.add_argument(
+        "session", nargs="?", default="", metavar="ID", help="hash of a session, as in the list"
+    )
     add_admin_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the JSON of /sessions")
-    parser.add_argument("--sort", choices=_SORTS, default="last", help="sort by this (default last)")
-    parser.add_argument("--policy", default="", metavar="ID", help="only sessions under this policy")
-    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only sessions of this caller")
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="maximum sessions to show (default 50)")
+    parser.add_argument(
+        "--sort", choices=_SORTS, default="last", help="sort by this (default last)"
+    )
+    parser.add_argument(
+        "--policy", default="", metavar="ID", help="only sessions under this policy"
+    )
+    parser.add_argument(
+        "--caller", default="", metavar="HASH|[NAME=]VALUE", help="only sessions of this caller"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=50, metavar="N", help="maximum sessions to show (default 50)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,7 +61,9 @@ def run(options: argparse.Namespace) -> int:
 
 def write_report(report: Mapping[str, Any]) -> list[str]:
     """The sessions in lines, with the steps of each if the report has any."""
-    lines = [server["line"] for server in report.get("coverage", ())]  # missing for a single session
+    lines = [
+        server["line"] for server in report.get("coverage", ())
+    ]  # missing for a single session
     if report["problem"]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
     if not report["sessions"]:
@@ -65,18 +77,29 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
         lines += write_tree(session)
         if "steps" in session:
             lines += _write_run(session)
-            lines += [f"  called {count(times, 'time')}: {tool}" for tool, times in session["tool_call_counts"].items()]
+            lines += [
+                f"  called {count(times, 'time')}: {tool}"
+                for tool, times in session["tool_call_counts"].items()
+            ]
             lines += [_write_step(step) for step in session["steps"]]
     return lines
 
 
 def _write_session(session: Mapping[str, Any]) -> str:
     caller = write_caller(session)
-    guessed, spent = (session[name] + session["reserved_cost"] for name in ("estimated_cost", "actual_cost"))
+    guessed, spent = (
+        session[name] + session["reserved_cost"] for name in ("estimated_cost", "actual_cost")
+    )
     estimated = f" (${guessed:.2f} estimated)" if guessed else ""
-    counts = f"{count(session['total_step_count'], 'step')}, {count(session['total_tool_calls'], 'tool call')}"
+    counts = (
+        f"{count(session['total_step_count'], 'step')}, "
+        f"{count(session['total_tool_calls'], 'tool call')}"
+    )
     said = [
-        f"{session['session']}  {caller}  {session['policy']}{' (shadow)' if session['mode'] == 'shadow' else ''}",
+        (
+            f"{session['session']}  {caller}  "
+            f"{session['policy']}{' (shadow)' if session['mode'] == 'shadow' else ''}"
+        ),
         f"{counts}, ${spent:.2f}{estimated}, {session['total_block_count']} refused",
         f"since {session['started']}, last {session['last_seen']}",
     ]
@@ -89,8 +112,14 @@ def _write_session(session: Mapping[str, Any]) -> str:
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
         refuses = "refused" if session["ended"] else "continues, although refused"
-        grants = [read_time(order["since"]) for order in session["orders"] if order["kind"] == GRANT]
-        when = "refused before the grant" if max(grants, default=0) >= read_time(refused["at"]) else refuses
+        grants = [
+            read_time(order["since"]) for order in session["orders"] if order["kind"] == GRANT
+        ]
+        when = (
+            "refused before the grant"
+            if max(grants, default=0) >= read_time(refused["at"])
+            else refuses
+        )
         said.append(f"{when}: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
     if session["granted"]:
         said.append(f"granted: {_write_amounts(session['granted'])}")
@@ -102,25 +131,47 @@ def write_tree(session: Mapping[str, Any]) -> list[str]:
     agents = session["agents"]
     if not (agents["tree"] or agents["refused_requests"]):
         return []
-    refused = f", {count(agents['refused_requests'], 'request')} refused" if agents["refused_requests"] else ""
+    refused = (
+        f", {count(agents['refused_requests'], 'request')} refused"
+        if agents["refused_requests"]
+        else ""
+    )
     lines = [f"  {count(agents['started'], 'agent')}, {agents['active']} active{refused}"]
     for agent in agents["tree"]:
         ending = f"  refused: {agent['refused']}" if agent["refused"] else ""
-        said = f"{count(agent['requests'], 'request')}  since {agent['started']}, last {agent['last_seen']}{ending}"
+        said = (
+            f"{count(agent['requests'], 'request')}  since {agent['started']}, last "
+            f"{agent['last_seen']}{ending}"
+        )
         lines.append(f"{'  ' * (agent['level'] + 1)}{agent['agent']}  {said}")
     return lines
 
 
 def _write_amounts(amounts: Mapping[str, Any]) -> str:
-    pairs = [(limit, amount if isinstance(amount, dict) else {"": amount}) for limit, amount in amounts.items()]
-    return ", ".join(f"{limit}{' of ' * bool(tool)}{tool} {amount}" for limit, each in pairs for tool, amount in each.items())
+    pairs = [
+        (limit, amount if isinstance(amount, dict) else {"": amount})
+        for limit, amount in amounts.items()
+    ]
+    return ", ".join(
+        f"{limit}{' of ' * bool(tool)}{tool} {amount}"
+        for limit, each in pairs
+        for tool, amount in each.items()
+    )
 
 
 def _write_run(session: Mapping[str, Any]) -> list[str]:
     used = session["usage"]
     tokens = _write_tokens(used)
-    times = f"{used['total_seconds']} s, model {used['model_seconds']} s, tools {used['tool_seconds']} s"
-    lines = [f"  {session['ended'] or 'active'}: {times}; {tokens}; {count(used['failed_answers'], 'failed answer')}"]
+    times = (
+        f"{used['total_seconds']} s, model {used['model_seconds']} s, tools "
+        f"{used['tool_seconds']} s"
+    )
+    lines = [
+        (
+            f"  {session['ended'] or 'active'}: {times}; {tokens}; "
+            f"{count(used['failed_answers'], 'failed answer')}"
+        )
+    ]
     if session["limits"]:
         lines.append(f"  limits: {_write_amounts(session['limits'])}")
     for event in session["events"]:
@@ -129,7 +180,11 @@ def _write_run(session: Mapping[str, Any]) -> list[str]:
         else:
             about = f" of {event['tool']}" if event["tool"] else ""
             often = f", {event['times']} times" if event["times"] > 1 else ""
-            used = f", {event['used']} of {event['allowed']}" if event["used"] or event["allowed"] else ""  # a kill has none
+            used = (
+                f", {event['used']} of {event['allowed']}"
+                if event["used"] or event["allowed"]
+                else ""
+            )  # a kill has none
             lines.append(f"  {event['at']}  refused: {event['refused']}{about}{used}{often}")
     if session["earlier_steps"]:
         lines.append(f"  {count(session['earlier_steps'], 'earlier step')} not shown")
@@ -138,12 +193,31 @@ def _write_run(session: Mapping[str, Any]) -> list[str]:
 
 def _write_tokens(step: Mapping[str, Any]) -> str:
     known = [step[name] for name in _TOKENS]
-    return "tokens unknown" if known[0] is None else "{} in, {} out, {} from cache, {} into cache".format(*known)
+    return (
+        "tokens unknown"
+        if known[0] is None
+        else "{} in, {} out, {} from cache, {} into cache".format(*known)
+    )
 
 
 def _write_step(step: Mapping[str, Any]) -> str:
-    status = "refused" if step["refused"] else step["status"] or ("failed" if step["settled"] else "in progress")
-    times = [f"{who} {step[key]} s" for who, key in (("tools", "tool_seconds"), ("model", "model_seconds")) if step.get(key)]
+    status = (
+        "refused"
+        if step["refused"]
+        else step["status"] or ("failed" if step["settled"] else "in progress")
+    )
+    times = [
+        f"{who} {step[key]} s"
+        for who, key in (("tools", "tool_seconds"), ("model", "model_seconds"))
+        if step.get(key)
+    ]
     failed = f" ({step['tool_errors']} failed)" if step.get("tool_errors") else ""
-    said = [step["at"], step["model"] or "-", str(status), _write_tokens(step), *times, ", ".join(step["tools"]) + failed]
+    said = [
+        step["at"],
+        step["model"] or "-",
+        str(status),
+        _write_tokens(step),
+        *times,
+        ", ".join(step["tools"]) + failed,
+    ]
     return "  " + "  ".join(said).rstrip()

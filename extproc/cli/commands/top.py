@@ -13,7 +13,13 @@ from extproc.cli.commands.sessions import write_report
 from extproc.cli.loop_screen import LoopScreen, list_commands
 from extproc.errors import UsageError
 from extproc.logs import escape_controls, write_json
-from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients, select_params
+from extproc.operator.admin.client import (
+    AdminClient,
+    add_admin_flag,
+    ask_all,
+    open_clients,
+    select_params,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -37,19 +43,44 @@ _BUDGETS = 100
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_admin_flag(parser)
-    parser.add_argument("--tree", action="store_true", help="show sessions and their agents instead of loops")
-    parser.add_argument("--commands", action="store_true", help="also print the commands that stop or free each conversation")
-    parser.add_argument("--once", action="store_true", help="print once and exit")
-    parser.add_argument("--json", action="store_true", help="print the JSON of /loops, or with --tree of /sessions, once")
-    parser.add_argument("--sort", choices=_SORTS, default="", help="sort by this (default: now, money per minute)")
-    parser.add_argument("--policy", default="", metavar="ID", help="only loops under this policy")
-    parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only loops of this caller")
-    parser.add_argument("--tool", default="", metavar="NAME", help="only loops with this tool")
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="maximum loops to show (default 50)")
     parser.add_argument(
-        "--price", default="", metavar="USD", help="US dollars per million input tokens (default: as the server is set)"
+        "--tree", action="store_true", help="show sessions and their agents instead of loops"
     )
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="refresh interval (default 2)")
+    parser.add_argument(
+        "--commands",
+        action="store_true",
+        help="also print the commands that stop or free each conversation",
+    )
+    parser.add_argument("--once", action="store_true", help="print once and exit")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the JSON of /loops, or with --tree of /sessions, once",
+    )
+    parser.add_argument(
+        "--sort", choices=_SORTS, default="", help="sort by this (default: now, money per minute)"
+    )
+    parser.add_argument("--policy", default="", metavar="ID", help="only loops under this policy")
+    parser.add_argument(
+        "--caller", default="", metavar="HASH|[NAME=]VALUE", help="only loops of this caller"
+    )
+    parser.add_argument("--tool", default="", metavar="NAME", help="only loops with this tool")
+    parser.add_argument(
+        "--limit", type=int, default=50, metavar="N", help="maximum loops to show (default 50)"
+    )
+    parser.add_argument(
+        "--price",
+        default="",
+        metavar="USD",
+        help="US dollars per million input tokens (default: as the server is set)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="refresh interval (default 2)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +88,9 @@ def run(options: argparse.Namespace) -> int:
     from rich.live import Live  # noqa: PLC0415  # as above
 
     if not options.interval > 0:
-        raise UsageError(f"--interval must be a positive number of seconds, not {options.interval:g}")
+        raise UsageError(
+            f"--interval must be a positive number of seconds, not {options.interval:g}"
+        )
     clients = open_clients(options.admin)
     if options.json:
         print(write_json(_ask(clients, options), indent=2))
@@ -65,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     report = {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}
     if options.once or not sys.stdout.isatty():
-        console.print(_show(report, options), end="", crop=False)  # commands must stay whole to be copied
+        console.print(
+            _show(report, options), end="", crop=False
+        )  # commands must stay whole to be copied
         return 0
     with Live(_show(report, options), console=console, auto_refresh=False, screen=True) as live:
         while True:
@@ -74,16 +109,26 @@ def run(options: argparse.Namespace) -> int:
             live.update(_show(report, options), refresh=True)
 
 
-def _ask_budgets(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any] | None:
+def _ask_budgets(
+    clients: Sequence[AdminClient], options: argparse.Namespace
+) -> dict[str, Any] | None:
     """The tightest budgets; None with --tree."""
     if options.tree:
         return None
-    return ask_all(clients, "/budgets", {**select_params(options, "policy", "caller"), "limit": str(_BUDGETS)})
+    return ask_all(
+        clients, "/budgets", {**select_params(options, "policy", "caller"), "limit": str(_BUDGETS)}
+    )
 
 
 def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
-    names = ("policy", "caller", "limit") if options.tree else ("sort", "policy", "caller", "tool", "limit", "price")
-    return ask_all(clients, "/sessions" if options.tree else "/loops", select_params(options, *names))
+    names = (
+        ("policy", "caller", "limit")
+        if options.tree
+        else ("sort", "policy", "caller", "tool", "limit", "price")
+    )
+    return ask_all(
+        clients, "/sessions" if options.tree else "/loops", select_params(options, *names)
+    )
 
 
 def _show(report: dict[str, Any], options: argparse.Namespace) -> LoopScreen | Text:
@@ -97,7 +142,14 @@ def make_tree(report: dict[str, Any]) -> Text:
     """The sessions and their agents; a session that seems to be an agent follows the one that started it."""
     from rich.text import Text  # noqa: PLC0415  # only this command needs it
 
-    return Text("\n".join([escape_controls(line) for line in write_report({**report, "sessions": order_sessions(report)})]))
+    return Text(
+        "\n".join(
+            [
+                escape_controls(line)
+                for line in write_report({**report, "sessions": order_sessions(report)})
+            ]
+        )
+    )
 
 
 def order_sessions(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,7 +161,11 @@ def order_sessions(report: dict[str, Any]) -> list[dict[str, Any]]:
         session = waiting.pop()
         ordered.append(session)
         name = _name(session, session["session"])
-        waiting += [each for each in reversed(sessions) if each["started_by"] and _name(each, each["started_by"]) == name]
+        waiting += [
+            each
+            for each in reversed(sessions)
+            if each["started_by"] and _name(each, each["started_by"]) == name
+        ]
     return ordered
 
 

@@ -27,9 +27,15 @@ _VARIABLE = f"{ENV_PREFIX}ALLOW_UNENFORCED"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
-    text = f"only warn about parts of a bundle that are not enforced, as serve does with this flag [{_VARIABLE}]"
+    text = (
+        "only warn about parts of a bundle that are not enforced, as serve does with this "
+        f"flag [{_VARIABLE}]"
+    )
     chosen.add_argument("--allow-unenforced", action="store_true", help=text)
-    text = "treat them as errors, which is the default, and files in a directory that are not read; also report policies of "
+    text = (
+        "treat them as errors, which is the default, and files in a directory that are not "
+        "read; also report policies of "
+    )
     text += "different files that apply to the same requests"
     chosen.add_argument("--strict", action="store_true", help=text)
     add_namespace_flag(parser)
@@ -37,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from extproc.reload import build  # noqa: PLC0415  # includes the engine, which takes long to import
+    # Includes the engine, which takes long to import
+    from extproc.reload import build  # noqa: PLC0415
 
     namespaces = read_namespaces(options.namespace_of, check_paths(options.path))
     files, unreadable = read_all(options.path)
@@ -50,12 +57,23 @@ def run(options: argparse.Namespace) -> int:
     if not (options.strict or allows):
         environ = {name: value for name, value in os.environ.items() if name == _VARIABLE}
         allows = read_settings({}, environ).allow_unenforced
-    policies, engine = build(files, datetime.now(UTC), allow_unenforced=allows, unreadable=unreadable, namespaces=namespaces)
+    policies, engine = build(
+        files,
+        datetime.now(UTC),
+        allow_unenforced=allows,
+        unreadable=unreadable,
+        namespaces=namespaces,
+    )
     overlaps = find_overlaps(policies.sources) if options.strict else []
     print_warnings([*policies.warnings, *policies.unenforced, *overlaps])
-    uncompared = find_uncompared(policies.sources, {pairing.candidate for pairing in engine.pairings})
+    uncompared = find_uncompared(
+        policies.sources, {pairing.candidate for pairing in engine.pairings}
+    )
     for note in [*policies.notes, *uncompared]:
         print(escape_controls(f"note: {note}"), file=sys.stderr)
     number = sum(len(source.policies) for source in policies.sources)
-    print(f"good: {number} {'policy' if number == 1 else 'policies'} in {count(len(policies.sources), 'file')}")
+    print(
+        f"good: {number} {'policy' if number == 1 else 'policies'} in "
+        f"{count(len(policies.sources), 'file')}"
+    )
     return 0

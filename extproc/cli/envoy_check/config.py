@@ -1,7 +1,8 @@
 """Finds listeners, routes and clusters in any form of configuration.
 
-A bootstrap has them in `static_resources`, a config dump in a section for each kind, and xDS delivers a list. Resources that
-are delivered later are missing; checks report that instead of guessing.
+A bootstrap has them in `static_resources`, a config dump in a section for each kind, and xDS
+delivers a list. Resources that are delivered later are missing; checks report that instead of
+guessing.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def find_resources(document: ConfigPlace) -> Resources:
         found.comes_later = True
         for resource in document.get("resources").items():
             found.add(resource)
-    elif any(document.get(name).is_there for name in ("static_resources", "dynamic_resources", "admin", "node")):
+    elif any(
+        document.get(name).is_there
+        for name in ("static_resources", "dynamic_resources", "admin", "node")
+    ):
         static = document.get("static_resources")
         found.listeners += static.get("listeners").items()
         found.clusters += static.get("clusters").items()
@@ -77,7 +81,10 @@ def find_resources(document: ConfigPlace) -> Resources:
         found.comes_later = True
         found.add(document)
     else:
-        raise UsageError("this is not an Envoy configuration: expected a bootstrap, a config dump or xDS resources")
+        raise UsageError(
+            "this is not an Envoy configuration: expected a bootstrap, a config dump or xDS "
+            "resources"
+        )
     return found
 
 
@@ -88,15 +95,23 @@ def _read_dump(configs: ConfigPlace, found: Resources) -> None:
             case "BootstrapConfigDump":
                 version = message.get("bootstrap", "node", "user_agent_build_version", "version")
                 if version.is_there:
-                    numbers = [version.get(name).number(0) for name in ("major_number", "minor_number")]
+                    numbers = [
+                        version.get(name).number(0) for name in ("major_number", "minor_number")
+                    ]
                     found.version = int(numbers[0]), int(numbers[1])
             case "ListenersConfigDump":
                 found.listeners += _list_dumped(message, ("static_listeners",), "listener")
-                found.listeners += _list_dumped(message, ("dynamic_listeners",), "active_state", "listener")
+                found.listeners += _list_dumped(
+                    message, ("dynamic_listeners",), "active_state", "listener"
+                )
             case "RoutesConfigDump":
-                found.routes += _list_dumped(message, ("static_route_configs", "dynamic_route_configs"), "route_config")
+                found.routes += _list_dumped(
+                    message, ("static_route_configs", "dynamic_route_configs"), "route_config"
+                )
             case "ClustersConfigDump":
-                found.clusters += _list_dumped(message, ("static_clusters", "dynamic_active_clusters"), "cluster")
+                found.clusters += _list_dumped(
+                    message, ("static_clusters", "dynamic_active_clusters"), "cluster"
+                )
             case "EcdsConfigDump":
                 found.extensions += _list_dumped(message, ("ecds_filters",), "ecds_filter")
 
@@ -129,7 +144,10 @@ class Route:
     @property
     def name(self) -> str:
         """Its own name, else the host's name and its position."""
-        return self.place.get("name").text() or f"{self.around[0].get('name').text()}[{self.number - 1}]"
+        return (
+            self.place.get("name").text()
+            or f"{self.around[0].get('name').text()}[{self.number - 1}]"
+        )
 
     @property
     def levels(self) -> tuple[ConfigPlace, ConfigPlace, ConfigPlace]:
@@ -172,8 +190,15 @@ class Manager:
     def name(self) -> str:
         """The listener's name and address."""
         address = self.listener.get("address", "socket_address")
-        where = f"{address.get('address').text()}:{address.get('port_value').number(0):g}" if address.is_there else ""
-        return " ".join(filter(None, (self.listener.get("name").text(), where))) or self.listener.pointer
+        where = (
+            f"{address.get('address').text()}:{address.get('port_value').number(0):g}"
+            if address.is_there
+            else ""
+        )
+        return (
+            " ".join(filter(None, (self.listener.get("name").text(), where)))
+            or self.listener.pointer
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +246,11 @@ def _read_manager(listener: ConfigPlace, place: ConfigPlace, resources: Resource
         name = place.get("rds", "route_config_name").text()
         found = find_named(resources.routes, name) if name else None
         if found is None:
-            missing = f"they come from RDS as {name!r}" if name else "they come from neither route_config nor RDS"
+            missing = (
+                f"they come from RDS as {name!r}"
+                if name
+                else "they come from neither route_config nor RDS"
+            )
         routes = found or routes
     return Manager(
         resources,
@@ -243,7 +272,9 @@ def _read_filter(place: ConfigPlace, resources: Resources) -> HttpFilter:
     if kind == _WITH_MATCHER:
         matcher = config
         kind, config = config.get("extension_config", "typed_config").message()
-    return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config, matcher)
+    return HttpFilter(
+        place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config, matcher
+    )
 
 
 def _list_routes(configuration: ConfigPlace) -> Iterator[Route]:
@@ -304,19 +335,28 @@ class GuardedRoute:
     @property
     def is_shown(self) -> bool:
         """Whether any part of its requests is sent; otherwise Envoy opens no stream."""
-        headers, trailers = self.mode.get("request_header_mode").text(), self.mode.get("request_trailer_mode").text()
+        headers, trailers = (
+            self.mode.get("request_header_mode").text(),
+            self.mode.get("request_trailer_mode").text(),
+        )
         return headers != "SKIP" or trailers == "SEND" or self.body_mode != "NONE"
 
 
 def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Guard]:
     """The filters of a manager that call Loopguard: by these names, else those that mention Loopguard."""
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
-    meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
+    meant = [
+        item for item in processors if (item.name in names if names else mentions_loopguard(item))
+    ]
     guards = []
     for item in meant:
         routes = list(_list_enabled(manager, item))
-        blind = [route for route in routes if not route.is_shown and list_said(item, *route.route.levels)]
-        guards.append(Guard(needs, manager, item, [route for route in routes if route.is_shown], blind))
+        blind = [
+            route for route in routes if not route.is_shown and list_said(item, *route.route.levels)
+        ]
+        guards.append(
+            Guard(needs, manager, item, [route for route in routes if route.is_shown], blind)
+        )
     return guards
 
 
@@ -341,12 +381,18 @@ def _list_enabled(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
     """The routes on which a filter is on, if only for a weighted cluster; whatever it sends there."""
     for route in manager.routes:
         weighted = route.place.get("route", "weighted_clusters", "clusters").items()
-        inner = [place for place in weighted if is_on(item, Route(place, route.around, 0), route.levels)]
+        inner = [
+            place for place in weighted if is_on(item, Route(place, route.around, 0), route.levels)
+        ]
         if is_on(item, route) or inner:
             levels = [*inner[:1], *route.levels]
-            overrides = [_read_per_route(entry).get("overrides") for entry in list_said(item, *levels)]
+            overrides = [
+                _read_per_route(entry).get("overrides") for entry in list_said(item, *levels)
+            ]
             modes = [place.get("processing_mode") for place in overrides]
-            mode = next((place for place in modes if place.is_there), item.config.get("processing_mode"))
+            mode = next(
+                (place for place in modes if place.is_there), item.config.get("processing_mode")
+            )
             yield GuardedRoute(route, mode, [place for place in overrides if place.is_there])
 
 
@@ -382,5 +428,7 @@ def _read_per_route(entry: ConfigPlace) -> ConfigPlace:
 
 def find_mirrors(route: Route) -> ConfigPlace | None:
     """The setting of a route, or of a level around it, that mirrors its requests."""
-    places = [level.get("request_mirror_policies") for level in (route.place.get("route"), *route.around)]
+    places = [
+        level.get("request_mirror_policies") for level in (route.place.get("route"), *route.around)
+    ]
     return next((place for place in places if place.is_there), None)

@@ -134,8 +134,12 @@ def read_file(path: str) -> ConfigPlace:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8'}") from None
-    if text.lstrip().startswith("{"):  # dumps have megabytes, and JSON is parsed a hundred times as fast as YAML
+        raise UsageError(
+            f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8'}"
+        ) from None
+    if text.lstrip().startswith(
+        "{"
+    ):  # dumps have megabytes, and JSON is parsed a hundred times as fast as YAML
         try:
             return ConfigPlace(msgspec.json.decode(text))
         except msgspec.DecodeError:
@@ -174,11 +178,19 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             self.flatten_mapping(node)
             keys = [(str(self.construct_object(key)), key, value) for key, value in node.value]
-            made = {name: self._note(value, pointer + write_pointer((name,)), (*around, node)) for name, _, value in keys}
-            self._lines.update({pointer + write_pointer((name,)): key.start_mark.line + 1 for name, key, _ in keys})
+            made = {
+                name: self._note(value, pointer + write_pointer((name,)), (*around, node))
+                for name, _, value in keys
+            }
+            self._lines.update(
+                {pointer + write_pointer((name,)): key.start_mark.line + 1 for name, key, _ in keys}
+            )
             return made
         if isinstance(node, yaml.SequenceNode):
-            return [self._note(item, f"{pointer}/{number}", (*around, node)) for number, item in enumerate(node.value)]
+            return [
+                self._note(item, f"{pointer}/{number}", (*around, node))
+                for number, item in enumerate(node.value)
+            ]
         return self.construct_object(node)
 
 
@@ -188,9 +200,12 @@ def fetch_dump(url: str) -> ConfigPlace:
         raise UsageError(f"--admin must be a URL, such as http://127.0.0.1:9901, not {url!r}")
     address = f"{url.rstrip('/')}/config_dump"
     try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310  # http or https, checked above
+        # Http or https, checked above
+        with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310
             dump = read_bounded(iter(partial(answer.read1, _PIECE), b""), address, MOST_DUMPED)
             return ConfigPlace(msgspec.json.decode(dump))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise UsageError(f"--admin {url}: no Envoy answered with its configuration: {reason}") from None
+        raise UsageError(
+            f"--admin {url}: no Envoy answered with its configuration: {reason}"
+        ) from None

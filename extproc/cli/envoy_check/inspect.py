@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from extproc.cli.envoy_check.checks import CHECKS
-from extproc.cli.envoy_check.config import Guard, Manager, Resources, Route, find_guards, find_managers, list_processors
+from extproc.cli.envoy_check.config import (
+    Guard,
+    Manager,
+    Resources,
+    Route,
+    find_guards,
+    find_managers,
+    list_processors,
+)
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
 from extproc.cli.envoy_check.needs import Needs
@@ -36,7 +44,9 @@ class CheckReport:
         return not any(finding.hurts for finding in self.findings)
 
 
-def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> CheckReport:
+def inspect(
+    resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()
+) -> CheckReport:
     """Run all checks on the filters with these `names`, by default on those that mention Loopguard."""
     routes: list[RouteReport] = []
     findings: list[Finding] = []
@@ -58,7 +68,10 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         key = (report.listener, report.route.place.pointer)
         if not (key in merged and merged[key].modes):
             merged[key] = report
-    return CheckReport(list(merged.values()), [finding for finding in _merge_findings(findings) if finding.code not in ignored])
+    return CheckReport(
+        list(merged.values()),
+        [finding for finding in _merge_findings(findings) if finding.code not in ignored],
+    )
 
 
 def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteReport]:
@@ -72,11 +85,21 @@ def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteR
 
 def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> Iterator[Finding]:
     if manager.missing:
-        problem = f"the routes of {manager.name} are not in this configuration, so they were not checked: {manager.missing}"
-        yield note("routes-missing", manager.place, problem, "check-envoy --admin, with an Envoy that has them")
+        problem = (
+            f"the routes of {manager.name} are not in this configuration, so they were not "
+            f"checked: {manager.missing}"
+        )
+        yield note(
+            "routes-missing",
+            manager.place,
+            problem,
+            "check-envoy --admin, with an Envoy that has them",
+        )
     for route in manager.routes:
         if route.around[1].get("vhds").is_there:
-            problem = "further virtual hosts are delivered on demand (VHDS), so they were not checked"
+            problem = (
+                "further virtual hosts are delivered on demand (VHDS), so they were not checked"
+            )
             yield note("routes-missing", route.around[1].get("vhds"), problem)
             break
     for guard in guards:
@@ -87,38 +110,70 @@ def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> I
         yield from _check_selectors(manager, guards, needs)
 
 
-def _check_other_listeners(managers: Sequence[Manager], guards: Sequence[Guard]) -> Iterator[Finding]:
+def _check_other_listeners(
+    managers: Sequence[Manager], guards: Sequence[Guard]
+) -> Iterator[Finding]:
     """A listener without Loopguard must not lead to a guarded upstream."""
     aims = [route.route for guard in guards for route in guard.guarded]
     guarding = {guard.manager.place.pointer for guard in guards if guard.guarded}
     for manager in [manager for manager in managers if manager.place.pointer not in guarding]:
-        ways = [(route, aim, _leads_to(route, aim)) for route in manager.routes if not route.is_answered_here for aim in aims]
+        ways = [
+            (route, aim, _leads_to(route, aim))
+            for route in manager.routes
+            if not route.is_answered_here
+            for aim in aims
+        ]
         same = [aim.name for _, aim, answer in ways if answer]
         if same:
-            problem = f"{manager.name} has routes to the same upstream without Loopguard: requests through it are not guarded"
-            yield Finding("second-listener", manager.place.get("http_filters"), problem, _SNIPPET, same)
+            problem = (
+                f"{manager.name} has routes to the same upstream without Loopguard: "
+                "requests through it are not guarded"
+            )
+            yield Finding(
+                "second-listener", manager.place.get("http_filters"), problem, _SNIPPET, same
+            )
         for route, aim, answer in ways if not same else ():
             if answer is None:
-                what = f"whether {route.name!r} of {manager.name} takes requests of the guarded route {aim.name!r}"
+                what = (
+                    f"whether {route.name!r} of {manager.name} takes requests of the guarded "
+                    f"route {aim.name!r}"
+                )
                 yield report_unknown(route.match, what, [route.name])
 
 
 def _check_streams(resources: Resources, guards: Sequence[Guard]) -> Iterator[Finding]:
     """A listener that forwards connections has no HTTP filters."""
-    aims = {cluster for guard in guards for route in guard.guarded for cluster in name_clusters(route.route)}
+    aims = {
+        cluster
+        for guard in guards
+        for route in guard.guarded
+        for cluster in name_clusters(route.route)
+    }
     for listener in resources.listeners:
         for chain in [*listener.get("filter_chains").items(), listener.get("default_filter_chain")]:
             for item in chain.get("filters").items():
                 kind, config = item.get("typed_config").message()
                 weighted = config.get("weighted_clusters", "clusters").items()
-                named = {place.text() for place in (config.get("cluster"), *[each.get("name") for each in weighted])}
+                named = {
+                    place.text()
+                    for place in (config.get("cluster"), *[each.get("name") for each in weighted])
+                }
                 if kind.endswith(".TcpProxy") and named & aims:
                     problem = (
-                        f"{listener.get('name').text()} forwards connections to the upstream: requests in them are not guarded"
+                        f"{listener.get('name').text()} forwards connections to the "
+                        "upstream: requests in them are not guarded"
                     )
-                    yield Finding("second-listener", item, problem, "an HTTP connection manager with Loopguard")
+                    yield Finding(
+                        "second-listener",
+                        item,
+                        problem,
+                        "an HTTP connection manager with Loopguard",
+                    )
                 elif item.get("config_discovery").is_there and aims:
-                    what = f"the filter {item.get('name').text()}, whose configuration is delivered later (ECDS),"
+                    what = (
+                        f"the filter {item.get('name').text()}, whose configuration is "
+                        "delivered later (ECDS),"
+                    )
                     yield report_unknown(item, what)
 
 
@@ -127,9 +182,17 @@ def _check_names(managers: Sequence[Manager], needs: Needs) -> Iterator[Finding]
     incomplete = any(manager.missing for manager in managers) or not names
     for identity, selector in needs.selectors if not incomplete else ():
         if selector.routes and names.isdisjoint(selector.routes):
-            problem = f"policy {identity} selects the routes {', '.join(selector.routes)}, which do not exist: it never acts"
+            problem = (
+                f"policy {identity} selects the routes {', '.join(selector.routes)}, which "
+                "do not exist: it never acts"
+            )
             place = managers[0].place.get("route_config")
-            yield Finding("unmatched", place, problem, "the name of a route; those in use are in the table above")
+            yield Finding(
+                "unmatched",
+                place,
+                problem,
+                "the name of a route; those in use are in the table above",
+            )
 
 
 def _leads_to(route: Route, aim: Route) -> bool | None:
@@ -149,9 +212,16 @@ def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
             both = [route.name for route in guard.guarded if route.route.place.pointer in theirs]
             if both:
                 problem = (
-                    f"{guard.filter.name} and {other.filter.name} both ask Loopguard about the same request, so it counts twice"
+                    f"{guard.filter.name} and {other.filter.name} both ask Loopguard about "
+                    "the same request, so it counts twice"
                 )
-                yield Finding("twice", other.filter.place, problem, "one of them; or an x-loopguard-scope for each", both)
+                yield Finding(
+                    "twice",
+                    other.filter.place,
+                    problem,
+                    "one of them; or an x-loopguard-scope for each",
+                    both,
+                )
 
 
 def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) -> Iterator[Finding]:
@@ -164,46 +234,80 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
             if doubtful is not None:
                 place = doubtful.around[0].get("matcher") if doubtful.chosen else doubtful.match
                 told = describe_match(doubtful.match)
-                what = f"whether {doubtful.name!r} takes requests that policy {identity} selects, by {told},"
+                what = (
+                    f"whether {doubtful.name!r} takes requests that policy {identity} selects, "
+                    f"by {told},"
+                )
                 yield report_unknown(place, what, [route.name])
                 continue
-            problem = f"policy {identity} selects requests on this route, but Envoy does not ask Loopguard about them"
+            problem = (
+                f"policy {identity} selects requests on this route, but Envoy does not ask "
+                "Loopguard about them"
+            )
             place = route.place.get("typed_per_filter_config").entry(guards[0].filter.name)
-            yield Finding("unguarded", place, problem, "an ExtProcPerRoute in a FilterConfig", [route.name])
+            yield Finding(
+                "unguarded", place, problem, "an ExtProcPerRoute in a FilterConfig", [route.name]
+            )
         yield from _check_ports(manager, identity, selector, guarded)
 
 
-def _check_ports(manager: Manager, identity: str, selector: Selector, guarded: set[str]) -> Iterator[Finding]:
+def _check_ports(
+    manager: Manager, identity: str, selector: Selector, guarded: set[str]
+) -> Iterator[Finding]:
     """A port in the host may lead to another virtual host; policies ignore the port."""
-    strips = any(manager.place.get(name).flag() for name in ("strip_any_host_port", "strip_matching_host_port"))
-    routes = [route for route in manager.routes if not route.around[1].get("ignore_port_in_host_matching").flag()]
+    strips = any(
+        manager.place.get(name).flag()
+        for name in ("strip_any_host_port", "strip_matching_host_port")
+    )
+    routes = [
+        route
+        for route in manager.routes
+        if not route.around[1].get("ignore_port_in_host_matching").flag()
+    ]
     if strips or selector.hosts is None:
         return
     usual = {route.place.pointer for route, _ in find_taken(routes, selector)}
     for route, _ in find_taken(routes, selector, port=":1"):
         if route.place.pointer not in usual | guarded and not route.is_answered_here:
             problem = (
-                f"a client that adds a port to a host of policy {identity}, such as {selector.hosts[0]}:1, takes this route"
+                f"a client that adds a port to a host of policy {identity}, such as "
+                f"{selector.hosts[0]}:1, takes this route"
             )
             place = route.around[1].get("ignore_port_in_host_matching")
-            yield Finding("host-port", place, problem, "ignore_port_in_host_matching: true", [route.name])
+            yield Finding(
+                "host-port", place, problem, "ignore_port_in_host_matching: true", [route.name]
+            )
 
 
-def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: Sequence[Guard]) -> Finding:
+def _explain_nothing(
+    resources: Resources, managers: Sequence[Manager], guards: Sequence[Guard]
+) -> Finding:
     if guards:
         place = guards[0].filter.place
         return Finding(
-            "nothing-guarded", place, f"{guards[0].filter.name} is not on for any route", f"on the routes: {_SNIPPET}"
+            "nothing-guarded",
+            place,
+            f"{guards[0].filter.name} is not on for any route",
+            f"on the routes: {_SNIPPET}",
         )
     others = sorted({name for manager in managers for name in list_processors(manager)})
     if others:
-        problem = f"no filter mentions Loopguard; the external processors here are {', '.join(others)}"
+        problem = (
+            f"no filter mentions Loopguard; the external processors here are {', '.join(others)}"
+        )
         return Finding(
-            "nothing-guarded", managers[0].place.get("http_filters"), problem, "--filter NAME, if one of them is Loopguard"
+            "nothing-guarded",
+            managers[0].place.get("http_filters"),
+            problem,
+            "--filter NAME, if one of them is Loopguard",
         )
     place = managers[0].place.get("http_filters") if managers else ConfigPlace(None)
     problem = "no filter calls Loopguard" if managers else "there is no HTTP listener"
-    later = " here; for configuration from xDS, use check-envoy --admin" if resources.comes_later else ""
+    later = (
+        " here; for configuration from xDS, use check-envoy --admin"
+        if resources.comes_later
+        else ""
+    )
     return Finding("nothing-guarded", place, problem + later, _SNIPPET)
 
 
@@ -214,5 +318,12 @@ def _merge_findings(findings: Sequence[Finding]) -> list[Finding]:
         key = (finding.code, finding.place.pointer, finding.problem)
         known = merged.get(key)
         routes = dict.fromkeys([*(known.routes if known else ()), *finding.routes])
-        merged[key] = Finding(finding.code, finding.place, finding.problem, finding.right, list(routes), hurts=finding.hurts)
+        merged[key] = Finding(
+            finding.code,
+            finding.place,
+            finding.problem,
+            finding.right,
+            list(routes),
+            hurts=finding.hurts,
+        )
     return list(merged.values())

@@ -1,8 +1,9 @@
 """Which paths a route's `match` takes, with three answers: True, False, or None if unknown.
 
-Every form of match is converted to a literal prefix and a regular expression for the rest, so each question is answered in one
-place. Envoy's expressions are RE2's; Python shares most of that syntax. An unknown form or syntax has the expression None and
-is reported as not judged; it never counts as a match of nothing.
+Every form of match is converted to a literal prefix and a regular expression for the rest, so each
+question is answered in one place. Envoy's expressions are RE2's; Python shares most of that syntax.
+An unknown form or syntax has the expression None and is reported as not judged; it never counts as
+a match of nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from extproc.policy.bundle import is_below
 
 ANYTHING = ".*"
 BELOW = "(?:/.*)?"
-_WIDE = {ANYTHING: ANYTHING, "(.*)": ANYTHING, "(?:.*)": ANYTHING, "[^?]*": ANYTHING, "(/.*)?": BELOW, BELOW: BELOW}
+_WIDE = {
+    ANYTHING: ANYTHING,
+    "(.*)": ANYTHING,
+    "(?:.*)": ANYTHING,
+    "[^?]*": ANYTHING,
+    "(/.*)?": BELOW,
+    BELOW: BELOW,
+}
 """Spellings of expressions that take everything below a literal, and the one used here."""
 
 _PLAIN = ("", ANYTHING, BELOW)
@@ -32,7 +40,9 @@ _SEGMENT = r"[-A-Za-z0-9._~%!$&'()+,;:=@*]+"
 _OPERATOR = re.compile(r"\{(\w+)(?:=([^{}]*))?\}|\*\*|\*")
 _FLAGS = re.compile(r"\^?\(\?([a-zA-Z]+)\)\^?|\^")
 _ESCAPED = re.compile(r"\\[^A-Za-z0-9]")
-_CHOICE = re.compile(r"(?:\((?:\?:|\?P<\w+>)?(?=[^()]*\|))([^\\^$.?*+()\[\]{}]*)\)(?![?*+{])((?s:.*))")
+_CHOICE = re.compile(
+    r"(?:\((?:\?:|\?P<\w+>)?(?=[^()]*\|))([^\\^$.?*+()\[\]{}]*)\)(?![?*+{])((?s:.*))"
+)
 """A group of plain alternatives, and the rest."""
 
 _SPECIAL = "\\^$.|?*+()[]{}"
@@ -72,7 +82,9 @@ class PathPattern:
 
     def reaches(self, prefix: str) -> bool | None:
         """Whether it takes any path that a `pathPrefix` matches."""
-        if self.never or not (self._begins(self.literal, prefix) or self._begins(prefix, self.literal)):
+        if self.never or not (
+            self._begins(self.literal, prefix) or self._begins(prefix, self.literal)
+        ):
             return False
         if branches := self._list_branches():
             answers = [branch.reaches(prefix) for branch in branches]
@@ -82,7 +94,11 @@ class PathPattern:
             return None if self.rest is None else True
         base = prefix.rstrip("/")
         below = [prefix, f"{base}/"]
-        below += [f"{base}/x", *[path for path in _SAMPLES if is_below(path, prefix)]] if self.rest not in _PLAIN else []
+        below += (
+            [f"{base}/x", *[path for path in _SAMPLES if is_below(path, prefix)]]
+            if self.rest not in _PLAIN
+            else []
+        )
         found = any(self.takes(path) for path in below)
         return found if found or self.rest in _PLAIN else None
 
@@ -100,17 +116,29 @@ class PathPattern:
     def includes(self, other: PathPattern) -> bool | None:
         """Whether it takes every path that another pattern takes."""
         everything = self.rest in (ANYTHING, BELOW) and self.literal in ("", "/")
-        if self.never or other.never or not (everything or self._begins(other.literal, self.literal)):
+        if (
+            self.never
+            or other.never
+            or not (everything or self._begins(other.literal, self.literal))
+        ):
             return False
         if everything or self.rest is None or other.rest is None:
             return True if everything else None
-        if other.folds and not self.folds and _has_letters(self.literal + ("" if self.rest in _WIDE else self.rest)):
+        if (
+            other.folds
+            and not self.folds
+            and _has_letters(self.literal + ("" if self.rest in _WIDE else self.rest))
+        ):
             return False
         if other.rest == "":
             return self.takes(other.literal)
         if self.rest == BELOW:
-            return self.takes(other.literal) is True and (other.rest == BELOW or len(other.literal) > len(self.literal))
-        return self.rest in (ANYTHING, other.rest) and (self.rest == ANYTHING or self.literal == other.literal)
+            return self.takes(other.literal) is True and (
+                other.rest == BELOW or len(other.literal) > len(self.literal)
+            )
+        return self.rest in (ANYTHING, other.rest) and (
+            self.rest == ANYTHING or self.literal == other.literal
+        )
 
     def meets(self, other: PathPattern) -> bool | None:
         """Whether both take some path."""
@@ -120,19 +148,29 @@ class PathPattern:
         if self.never or other.never:
             return False
         both = [self.literal, other.literal]
-        shorter, longer = sorted([text.lower() for text in both] if self.folds or other.folds else both, key=len)
+        shorter, longer = sorted(
+            [text.lower() for text in both] if self.folds or other.folds else both, key=len
+        )
         if not longer.startswith(shorter):
             return False
         if self.rest is None or other.rest is None:
             return None
-        if self.includes(other) or other.includes(self) or any(self.takes(path) and other.takes(path) for path in _SAMPLES):
+        if (
+            self.includes(other)
+            or other.includes(self)
+            or any(self.takes(path) and other.takes(path) for path in _SAMPLES)
+        ):
             return True
         wide = self.rest in _WIDE and other.rest in _WIDE
         return False if wide else None
 
     def list_spellings(self) -> list[str]:
         """Two spellings of a path that are equal to it but not to a policy; empty if it is case-sensitive."""
-        return [self.literal.lower(), self.literal.upper()] if self.folds and _has_letters(self.literal) else []
+        return (
+            [self.literal.lower(), self.literal.upper()]
+            if self.folds and _has_letters(self.literal)
+            else []
+        )
 
     def find_example(self) -> str:
         """A path that it takes, or empty."""
@@ -171,7 +209,9 @@ def read_regex(regex: str) -> PathPattern:
         if set(flags[1] or "") - {"i", "s", "m"}:
             return PathPattern("", None)
     if _has_alternatives(rest):  # no common literal
-        return PathPattern("", None if _FOREIGN.search(rest) or not _compiles(rest) else rest, folds)
+        return PathPattern(
+            "", None if _FOREIGN.search(rest) or not _compiles(rest) else rest, folds
+        )
     while rest:
         escaped = _ESCAPED.match(rest)
         if escaped is None and rest[0] in _SPECIAL:
@@ -216,7 +256,13 @@ def _read_template(template: str) -> PathPattern:
 
     def translate(operator: re.Match[str]) -> str:
         inner = operator[2] if operator[2] is not None else "*" if operator[1] else operator[0]
-        return _OPERATOR.sub(translate, inner) if inner not in ("*", "**") else ANYTHING if inner == "**" else _SEGMENT
+        return (
+            _OPERATOR.sub(translate, inner)
+            if inner not in ("*", "**")
+            else ANYTHING
+            if inner == "**"
+            else _SEGMENT
+        )
 
     first = _OPERATOR.search(template)
     if first is None:
@@ -226,7 +272,9 @@ def _read_template(template: str) -> PathPattern:
         regex += re.escape(template[end : operator.start()]) + translate(operator)
         end = operator.end()
     regex += re.escape(template[end:])
-    return PathPattern(literal, None if set("{}") & set(template[end:]) else _WIDE.get(regex, regex))
+    return PathPattern(
+        literal, None if set("{}") & set(template[end:]) else _WIDE.get(regex, regex)
+    )
 
 
 def find_share(match: ConfigPlace) -> float:
@@ -234,13 +282,21 @@ def find_share(match: ConfigPlace) -> float:
     fraction = match.get("runtime_fraction", "default_value")
     if not match.get("runtime_fraction").is_there:
         return 1
-    return min(1, fraction.get("numerator").number(0) / _DENOMINATORS.get(fraction.get("denominator").text("HUNDRED"), 100))
+    return min(
+        1,
+        fraction.get("numerator").number(0)
+        / _DENOMINATORS.get(fraction.get("denominator").text("HUNDRED"), 100),
+    )
 
 
 def list_conditions(match: ConfigPlace) -> list[str]:
     """The conditions of a match beside the path, by field name."""
     known = [place.pointer for name in _MODIFIERS if (place := match.get(name)).is_there]
-    conditions = [name for name, place in match.entries() if place.pointer not in known and place.value not in ([], None)]
+    conditions = [
+        name
+        for name, place in match.entries()
+        if place.pointer not in known and place.value not in ([], None)
+    ]
     return [*conditions, *(["runtime_fraction"] if find_share(match) < 1 else [])]
 
 
@@ -259,7 +315,9 @@ def describe_match(match: ConfigPlace) -> str:
         value = match.get(name)
         if value.is_there:
             told = (
-                value.text() or value.get("regex").text() or value.get("typed_config").message()[1].get("path_template").text()
+                value.text()
+                or value.get("regex").text()
+                or value.get("typed_config").message()[1].get("path_template").text()
             )
             more = " ..." if isinstance(match.value, dict) and len(match.value) > 1 else ""
             return f"{name.replace('_', ' ')} {told}".strip() + more

@@ -19,8 +19,8 @@ _LATE = ("cluster_header", "cluster_specifier_plugin", "inline_cluster_specifier
 def find_taken(routes: Sequence[Route], selector: Selector, *, port: str = "") -> Iterator[Taken]:
     """The routes, in Envoy's order, that may take a request which the selector matches.
 
-    A route with conditions on headers or queries takes some requests of its paths and leaves the others to the next route.
-    `port` is appended to the selector's hosts, such as `:1`.
+    A route with conditions on headers or queries takes some requests of its paths and leaves the
+    others to the next route. `port` is appended to the selector's hosts, such as `:1`.
     """
     if selector.hosts is not None:
         serving = _find_hosts(routes, [f"{normalize_host(host)}{port}" for host in selector.hosts])
@@ -42,8 +42,13 @@ def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
     domains = {route.around[0].pointer: route.around[0].get("domains").names() for route in routes}
     found: set[str] = set()
     for host in hosts:
-        ranks = {pointer: max([0, *(_rank(domain, host) for domain in listed)]) for pointer, listed in domains.items()}
-        found |= {pointer for pointer, rank in ranks.items() if rank and rank == max(ranks.values())}
+        ranks = {
+            pointer: max([0, *(_rank(domain, host) for domain in listed)])
+            for pointer, listed in domains.items()
+        }
+        found |= {
+            pointer for pointer, rank in ranks.items() if rank and rank == max(ranks.values())
+        }
     return found
 
 
@@ -57,13 +62,20 @@ def _rank(domain: str, host: str) -> int:
     return 2 * (host.endswith(inside) if domain.startswith("*") else host.startswith(inside))
 
 
-def _find_by_path(routes: Sequence[Route], methods: Sequence[str], aim: str | PathPattern) -> Iterator[Taken]:
+def _find_by_path(
+    routes: Sequence[Route], methods: Sequence[str], aim: str | PathPattern
+) -> Iterator[Taken]:
     done: set[str] = set()  # virtual hosts in which a route takes all of these paths
     uncertain: dict[str, Route] = {}  # by virtual host, the first route that may take them
     for route in routes:
         host, pattern, taken = route.around[0].pointer, route.pattern, list_methods(route.match)
         answer = pattern.reaches(aim) if isinstance(aim, str) else pattern.meets(aim)
-        if host in done or answer is False or not find_share(route.match) or (methods and taken and taken.isdisjoint(methods)):
+        if (
+            host in done
+            or answer is False
+            or not find_share(route.match)
+            or (methods and taken and taken.isdisjoint(methods))
+        ):
             continue
         if answer is None or route.chosen:
             uncertain.setdefault(host, route)
@@ -76,7 +88,11 @@ def _find_by_path(routes: Sequence[Route], methods: Sequence[str], aim: str | Pa
 def _takes_methods(route: Route, methods: Sequence[str]) -> bool:
     """Whether the route's only condition is a method, which is the one selected."""
     asked = [header.get("name").text() for header in route.match.get("headers").items()]
-    return route.conditions == ["headers"] and asked == [":method"] and {*methods} == list_methods(route.match)
+    return (
+        route.conditions == ["headers"]
+        and asked == [":method"]
+        and {*methods} == list_methods(route.match)
+    )
 
 
 def share_upstream(route: Route, other: Route) -> bool | None:
@@ -94,7 +110,9 @@ def _chooses_late(route: Route) -> bool:
 
 def name_clusters(route: Route) -> set[str]:
     action = route.place.get("route")
-    weighted = [item.get("name").text() for item in action.get("weighted_clusters", "clusters").items()]
+    weighted = [
+        item.get("name").text() for item in action.get("weighted_clusters", "clusters").items()
+    ]
     return {name for name in (action.get("cluster").text(), *weighted) if name}
 
 

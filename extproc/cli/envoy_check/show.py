@@ -49,7 +49,11 @@ def _make_finding(finding: Finding) -> dict[str, Any]:
 def print_report(report: CheckReport, source: str, console: Console) -> None:
     """Print the tables of routes, then the findings."""
     for listener in dict.fromkeys(item.listener for item in report.routes):
-        console.print(_make_route_table(listener, [item for item in report.routes if item.listener == listener]))
+        console.print(
+            _make_route_table(
+                listener, [item for item in report.routes if item.listener == listener]
+            )
+        )
     for finding in sorted(report.findings, key=lambda finding: not finding.hurts):
         for line in _write_finding(finding, source):
             console.print(line, soft_wrap=True)

@@ -37,7 +37,9 @@ def _parse_fitting(text: str, fits: Callable[[Address], object], wanted: str) ->
 
 
 def _may_be_peer(address: Address) -> object:
-    return address.is_unix or (address.port and (is_ip(address.host) or _HOST_NAME.match(address.host)))
+    return address.is_unix or (
+        address.port and (is_ip(address.host) or _HOST_NAME.match(address.host))
+    )
 
 
 def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguard.sock") -> Address:
@@ -50,8 +52,13 @@ def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguar
 def _parse_endpoints(text: str) -> tuple[Address, ...]:
     peers = tuple(_parse_peer(item.strip()) for item in text.split(","))
     resolved = [peer.text for peer in peers if not (peer.is_unix or is_ip(peer.host))]
-    if resolved and any(peer.is_unix for peer in peers):  # Envoy accepts the mix, but none becomes healthy
-        raise ValueError(f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP address")
+    if resolved and any(
+        peer.is_unix for peer in peers
+    ):  # Envoy accepts the mix, but none becomes healthy
+        raise ValueError(
+            f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP "
+            "address"
+        )
     return peers
 
 
@@ -65,7 +72,10 @@ def _parse_server(text: str, example: str) -> Address:
 def _parse_collector(text: str) -> Address:
     peer = _parse_server(text, "127.0.0.1:4317")
     if peer.port == HTTPS:
-        raise ValueError("must be a collector that speaks gRPC without TLS, such as one beside Envoy that sends spans on")
+        raise ValueError(
+            "must be a collector that speaks gRPC without TLS, such as one beside Envoy that "
+            "sends spans on"
+        )
     return peer
 
 
@@ -90,12 +100,20 @@ def _parse_bytes(text: str) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvoyOptions:
     upstream: Address | None = option(
-        None, partial(_parse_server, example="api.example.com:443"), "where requests go; required for a bootstrap", "HOST:PORT"
+        None,
+        partial(_parse_server, example="api.example.com:443"),
+        "where requests go; required for a bootstrap",
+        "HOST:PORT",
     )
     upstream_protocol: str = choice(
-        "protocol of the upstream: http2 for gRPC; as-client: the client's", "http1", "http2", "as-client"
+        "protocol of the upstream: http2 for gRPC; as-client: the client's",
+        "http1",
+        "http2",
+        "as-client",
     )
-    upstream_tls: bool = switch("use TLS to the upstream and verify its certificate; always so on port 443")
+    upstream_tls: bool = switch(
+        "use TLS to the upstream and verify its certificate; always so on port 443"
+    )
     upstream_ca: str = option(
         "/etc/ssl/certs/ca-certificates.crt",
         str,
@@ -103,7 +121,9 @@ class EnvoyOptions:
         "PATH",
     )
     listen: Address = option("127.0.0.1:10000", _parse_local, "where Envoy listens", "IP:PORT")
-    admin: Address = option("127.0.0.1:9901", _parse_local, "where Envoy's admin page listens", "IP:PORT")
+    admin: Address = option(
+        "127.0.0.1:9901", _parse_local, "where Envoy's admin page listens", "IP:PORT"
+    )
     endpoints: tuple[Address, ...] = option(
         "127.0.0.1:50051",
         _parse_endpoints,
@@ -111,18 +131,25 @@ class EnvoyOptions:
         "HOST:PORT|unix:/PATH,...",
         gather=",".join,
     )
-    endpoint_cert: str = option("", str, "client certificate chain of Envoy for Loopguard; turns on mutual TLS", "PATH")
+    endpoint_cert: str = option(
+        "", str, "client certificate chain of Envoy for Loopguard; turns on mutual TLS", "PATH"
+    )
     endpoint_key: str = option("", str, "private key of that certificate", "PATH")
     endpoint_ca: str = option("", str, "CA certificates to verify Loopguard with", "PATH")
     endpoint_san: tuple[SubjectName, ...] = option(
         (),
         parse_subject_names,
-        "accepted names in Loopguard's certificate; repeatable or separated by commas; default: the endpoints' hosts",
+        (
+            "accepted names in Loopguard's certificate; repeatable or separated by commas; "
+            "default: "
+            "the endpoints' hosts"
+        ),
         "DNS|IP|URI,...",
         gather=",".join,
     )
     body_mode: str = choice(
-        "what happens to a body above the limit: strict refuses it with 413, tolerant lets it through uncounted; "
+        "what happens to a body above the limit: strict refuses it with 413, tolerant lets it "
+        "through uncounted; "
         "duplex has no limit, and Loopguard holds bodies instead of Envoy",
         "strict",
         "tolerant",
@@ -132,14 +159,20 @@ class EnvoyOptions:
     tolerant_routes: tuple[str, ...] = option(
         (),
         _parse_names,
-        "tolerant routes beside strict ones, such as uploads: by name, or by the path in their policies; repeatable or "
+        "tolerant routes beside strict ones, such as uploads: by name, or by the path in their "
+        "policies; repeatable or "
         "separated by commas",
         "NAME|/PATH,...",
         gather=",".join,
     )
-    failure_mode: str = choice("what happens to a request that Loopguard did not answer", "allow", "deny")
+    failure_mode: str = choice(
+        "what happens to a request that Loopguard did not answer", "allow", "deny"
+    )
     shadow_mode: str = choice(
-        "count without enforcing: observability: requests never wait; partial: no body is refused, for serve --shadow",
+        (
+            "count without enforcing: observability: requests never wait; partial: no body is "
+            "refused, for serve --shadow"
+        ),
         "off",
         "observability",
         "partial",
@@ -157,11 +190,16 @@ class EnvoyOptions:
         "send Envoy's spans to this OpenTelemetry collector (OTLP over gRPC), with these tags",
         "HOST:PORT",
     )
-    snippet: bool = switch("print the parts that an existing configuration needs, each with its place")
+    snippet: bool = switch(
+        "print the parts that an existing configuration needs, each with its place"
+    )
     routes: tuple[str, ...] = option(
         (),
         _parse_names,
-        "with --snippet: names of the routes to guard; repeatable or separated by commas; default: from the policies' paths",
+        (
+            "with --snippet: names of the routes to guard; repeatable or separated by commas; "
+            "default: from the policies' paths"
+        ),
         "NAME,...",
         gather=",".join,
     )
@@ -176,22 +214,45 @@ class EnvoyOptions:
 
     def __post_init__(self) -> None:
         if self.snippet:
-            mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin", "otlp")
+            mine = (
+                "upstream",
+                "upstream_protocol",
+                "upstream_tls",
+                "upstream_ca",
+                "listen",
+                "admin",
+                "otlp",
+            )
             self._refuse(mine, "with --snippet, because they are in that configuration")
         elif self.upstream is None:
-            raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for an existing configuration")
+            raise UsageError(
+                "envoy-config needs --upstream HOST:PORT, or --snippet for an existing "
+                "configuration"
+            )
         else:
-            self._refuse(("routes",), "without --snippet, because policies name the routes of a whole bootstrap")
+            self._refuse(
+                ("routes",),
+                "without --snippet, because policies name the routes of a whole bootstrap",
+            )
             if not self.speaks_tls:
                 self._refuse(("upstream_ca",), "without --upstream-tls")
         require_together(self, ("endpoint_cert", "endpoint_key", "endpoint_ca"), ("endpoint_san",))
-        if self.endpoint_cert and not self.endpoint_san and any(endpoint.is_unix for endpoint in self.endpoints):
-            raise UsageError("--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name")
+        if (
+            self.endpoint_cert
+            and not self.endpoint_san
+            and any(endpoint.is_unix for endpoint in self.endpoints)
+        ):
+            raise UsageError(
+                "--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name"
+            )
         if self.shadow_mode != "off":
             why = f"where --shadow-mode {self.shadow_mode} decides that"
             self._refuse(("failure_mode", "body_mode", "tolerant_routes"), why)
         if self.observes:
-            self._refuse(("trace_tags", "otlp"), "where --shadow-mode observability has Envoy ignore all answers")
+            self._refuse(
+                ("trace_tags", "otlp"),
+                "where --shadow-mode observability has Envoy ignore all answers",
+            )
         if self.body_mode == "tolerant":
             self._refuse(("tolerant_routes",), "where --body-mode tolerant makes all of them so")
         if self.body_mode == "duplex":
@@ -202,4 +263,6 @@ class EnvoyOptions:
             given = getattr(self, item.name)
             if item.name in names and given != item.default:
                 told = f"{given!r}" if isinstance(given, str) else "given"
-                raise UsageError(f"--{item.name.replace('_', '-')} must be left out {why}, not {told}")
+                raise UsageError(
+                    f"--{item.name.replace('_', '-')} must be left out {why}, not {told}"
+                )

@@ -18,11 +18,17 @@ from extproc.policy.loader import PolicySet
 from extproc.request.secrets import may_stand_in_query
 from extproc.settings import Address, parse_subject_name
 
-_BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL", "duplex": "FULL_DUPLEX_STREAMED"}
+_BODY_MODES = {
+    "strict": "BUFFERED",
+    "tolerant": "BUFFERED_PARTIAL",
+    "duplex": "FULL_DUPLEX_STREAMED",
+}
 _UPSTREAM_PROTOCOLS = {
     "http1": "explicit_http_config: {http_protocol_options: {}}",
     "http2": "explicit_http_config: {http2_protocol_options: {}}",
-    "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
+    "as-client": (
+        "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}"
+    ),
 }
 _SAN_TYPES = {"DNS": "DNS", "URI": "URI", "IP Address": "IP_ADDRESS"}
 _ESCAPE = re.compile("%[0-9A-F]{2}")
@@ -35,7 +41,9 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
     tolerant = find_tolerant(routes, options.tolerant_routes)
     upstream = _describe_upstream(options.upstream, options)
     action = (
-        "{cluster: upstream, timeout: 0s, auto_host_rewrite: true}" if upstream["sni"] else "{cluster: upstream, timeout: 0s}"
+        "{cluster: upstream, timeout: 0s, auto_host_rewrite: true}"
+        if upstream["sni"]
+        else "{cluster: upstream, timeout: 0s}"
     )
     return fill(
         read_template("bootstrap"),
@@ -44,7 +52,10 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
             **upstream,
             "action": action,
             "guarded_routes": "".join(
-                _render_route(route, action, describe_route(policies, options, tolerant=route in tolerant)) for route in routes
+                _render_route(
+                    route, action, describe_route(policies, options, tolerant=route in tolerant)
+                )
+                for route in routes
             ),
             "unguarded": not any(route.path == "/" and not route.exact for route in routes),
         },
@@ -56,7 +67,9 @@ def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[G
     for one in wanted:
         if not any(one in (route.name, route.path) for route in routes):
             there = ", ".join(dict.fromkeys(route.path or route.name for route in routes)) or "none"
-            raise UsageError(f"--tolerant-routes: {one!r} is not a guarded route; the guarded routes are {there}")
+            raise UsageError(
+                f"--tolerant-routes: {one!r} is not a guarded route; the guarded routes are {there}"
+            )
     return {route for route in routes if route.name in wanted or route.path in wanted}
 
 
@@ -64,7 +77,10 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
     """The templates' values, except those of the routes and the upstream."""
     needed = policies.needs_answers()
     by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in options.endpoints)
-    tolerant, usage = _is_tolerant(options) or bool(options.tolerant_routes), _reads_usage(policies, options)
+    tolerant, usage = (
+        _is_tolerant(options) or bool(options.tolerant_routes),
+        _reads_usage(policies, options),
+    )
     keeps_length = tolerant or options.body_mode == "duplex"
     hosts = [endpoint.host for endpoint in options.endpoints if endpoint.host]
     names = options.endpoint_san or dict.fromkeys(map(parse_subject_name, hosts))
@@ -78,7 +94,11 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
         "failure_mode_allow": str(options.failure_mode == "allow").lower(),
         **_describe_rules(options),
         "outcomes": needed and not options.observes,
-        "secret_query": any(may_stand_in_query(key) for policy in policies.list_acting() for key in policy.spec.list_sources()),
+        "secret_query": any(
+            may_stand_in_query(key)
+            for policy in policies.list_acting()
+            for key in policy.spec.list_sources()
+        ),
         "usage": usage,
         "budgets": any(policy.spec.list_budget_rules() for policy in policies.list_acting()),
         "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
@@ -91,11 +111,14 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
         "endpoint_key": _quote(options.endpoint_key),
         "endpoint_ca": _quote(options.endpoint_ca),
         "endpoint_sans": "\n".join(
-            f"- {{san_type: {_SAN_TYPES[name.kind]}, matcher: {{exact: {_quote(name.value)}}}}}" for name in names
+            f"- {{san_type: {_SAN_TYPES[name.kind]}, matcher: {{exact: {_quote(name.value)}}}}}"
+            for name in names
         ),
         "traced": (options.trace_tags or options.otlp is not None) and not options.observes,
         "collected": options.otlp is not None,
-        "collector_type": "STATIC" if options.otlp is not None and is_ip(options.otlp.host) else "STRICT_DNS",
+        "collector_type": "STATIC"
+        if options.otlp is not None and is_ip(options.otlp.host)
+        else "STRICT_DNS",
         "collector": _write_address(options.otlp) if options.otlp is not None else "",
         "listen": _write_address(options.listen),
         "admin": _write_address(options.admin),
@@ -104,10 +127,14 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
 
 
 def _is_tolerant(options: EnvoyOptions) -> bool:
-    return options.shadow_mode == "partial" or (options.shadow_mode == "off" and options.body_mode == "tolerant")
+    return options.shadow_mode == "partial" or (
+        options.shadow_mode == "off" and options.body_mode == "tolerant"
+    )
 
 
-def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
+def describe_route(
+    policies: PolicySet, options: EnvoyOptions, *, tolerant: bool
+) -> Mapping[str, str | bool]:
     """The values of a guarded route; `tolerant` for a tolerant route beside strict ones."""
     observes = options.observes  # answers are ignored
     buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else options.body_mode]
@@ -127,10 +154,18 @@ def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
 def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
     """The parts that are the same for every Envoy, as YAML, for the Helm chart.
 
-    `entries` and `usage` report costs, `tracing` puts decisions on spans, and `cluster` is Loopguard's.
+    `entries` and `usage` report costs, `tracing` puts decisions on spans, and `cluster` is
+    Loopguard's.
     """
     values = defaultdict[str, str | bool](
-        str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True, "traced": True}
+        str,
+        {
+            **_describe_rules(options),
+            "waiting": True,
+            "outcomes": True,
+            "usage": True,
+            "traced": True,
+        },
     )
     found = cut_parts(read_template("bootstrap"), values)
     return {name: found[name] for name in ("entries", "usage", "tracing", "cluster")}
@@ -147,7 +182,10 @@ def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
 
 
 def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """The upstream's values. With TLS, its certificate must be for the host name, or for the address if it has none."""
+    """The upstream's values.
+
+    With TLS, its certificate must be for the host name, or for the address if it has none.
+    """
     host, tls = upstream.host, options.speaks_tls
     return {
         "upstream": upstream.text,
@@ -168,7 +206,9 @@ def _render_route(route: GuardedPath, action: str, shown: Mapping[str, str | boo
         "match": _write_match(route),
         "action": action,
     }
-    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # the bootstrap bounds all routes
+    return fill(
+        read_template("guarded_route"), {**values, **shown, "bounded": False}
+    )  # the bootstrap bounds all routes
 
 
 def _write_match(route: GuardedPath) -> str:
@@ -186,7 +226,9 @@ def _write_match(route: GuardedPath) -> str:
 
 def _write_regex(route: GuardedPath) -> str:
     """A regex that accepts both cases of hex digits in escapes, which Envoy does not normalize."""
-    path = _ESCAPE.sub(lambda found: "".join(_either_case(digit) for digit in found[0]), re.escape(route.path))
+    path = _ESCAPE.sub(
+        lambda found: "".join(_either_case(digit) for digit in found[0]), re.escape(route.path)
+    )
     if route.exact:
         return path
     return f"{path}.*" if route.path.endswith("/") else f"{path}(/.*)?"
@@ -205,8 +247,13 @@ def _write_address(place: Address) -> str:
 
 def _quote(text: str) -> str:
     """Quote a string for YAML: as JSON, with Unicode line breaks escaped, too."""
-    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False))
+    return "".join(
+        char if char.isprintable() else f"\\U{ord(char):08x}"
+        for char in json.dumps(text, ensure_ascii=False)
+    )
 
 
 def read_template(name: str) -> str:
-    return (files("extproc.cli.envoy_config") / "templates" / f"{name}.yaml").read_text(encoding="utf-8")
+    return (files("extproc.cli.envoy_config") / "templates" / f"{name}.yaml").read_text(
+        encoding="utf-8"
+    )

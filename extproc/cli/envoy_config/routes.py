@@ -68,12 +68,22 @@ def plan_routes(policies: PolicySet) -> list[GuardedPath]:
         if switch.route is not None:  # possibly no policy's path
             users.setdefault(_Anchor(switch.route, exact=True), [])
     names = {anchor: _choose_name(anchor, asking) for anchor, asking in users.items()}
-    homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_list_wanted_names(policy))]
+    homeless = [
+        policy
+        for policy in by_name_alone
+        if not set(names.values()) & set(_list_wanted_names(policy))
+    ]
     if homeless:
         users.setdefault(_EVERYWHERE, []).extend(homeless)
         names[_EVERYWHERE] = _choose_name_of_everywhere(homeless, users[_EVERYWHERE])
     return [
-        GuardedPath(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names), anchor.api)
+        GuardedPath(
+            anchor.path,
+            anchor.exact,
+            tuple(policy.id for policy in users[anchor]),
+            _name(anchor, names),
+            anchor.api,
+        )
         for anchor in sorted(users, key=_Anchor.rank)
     ]
 
@@ -84,7 +94,9 @@ def _find_anchors(policy: Policy) -> Iterator[_Anchor]:
         yield _Anchor(selector.pathExact, exact=True)
     for prefix in selector.list_prefixes():
         yield _Anchor(prefix, exact=False)
-    for api in selector.list_apis() if selector.spans_apis() else ():  # else all requests of its paths are sent
+    for api in (
+        selector.list_apis() if selector.spans_apis() else ()
+    ):  # else all requests of its paths are sent
         yield _Anchor("", exact=False, api=api)
 
 
@@ -100,9 +112,12 @@ def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
     for name in _list_wanted_names(asking[0]):
         if all(name in _list_wanted_names(policy) for policy in asking):
             return name
-    told = ", ".join(f"{policy.id} ({' or '.join(_list_wanted_names(policy))})" for policy in asking)
+    told = ", ".join(
+        f"{policy.id} ({' or '.join(_list_wanted_names(policy))})" for policy in asking
+    )
     raise UsageError(
-        f"--policy: the path {anchor.path or anchor.api} can have one route name, but its policies ask for different ones: "
+        f"--policy: the path {anchor.path or anchor.api} can have one route name, but its "
+        "policies ask for different ones: "
         f"{told}; let them share a name, or leave `routes` out"
     )
 
@@ -112,7 +127,8 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
     wanted = dict.fromkeys(name for policy in homeless for name in _list_wanted_names(policy))
     if len(wanted) > 1:
         raise UsageError(
-            f"--policy: {', '.join(policy.id for policy in homeless)} select by route alone, and the paths of the "
+            f"--policy: {', '.join(policy.id for policy in homeless)} select by route alone, and "
+            "the paths of the "
             f"routes {', '.join(wanted)} are unknown; add a path to those selectors"
         )
     return _choose_name(_EVERYWHERE, users)

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from extproc.apis import write_regex
 from extproc.cli.envoy_config.options import EnvoyOptions
-from extproc.cli.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
+from extproc.cli.envoy_config.render import (
+    describe_guard,
+    describe_route,
+    find_tolerant,
+    read_template,
+)
 from extproc.cli.envoy_config.routes import GuardedPath, plan_routes
 from extproc.cli.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
@@ -37,11 +42,16 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     "tracing": _Place(f"{_MANAGER}.tracing", "beside your provider and your own tags"),
     "entries": _Place(f"{_MANAGER}.access_log", "one more access log, which goes to Loopguard"),
     "access_log": _Place(
-        f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "the decision, where you want it logged"
+        f"{_MANAGER}.access_log[].typed_config.log_format.json_format",
+        "the decision, where you want it logged",
     ),
     "filter": _Place(
         f"{_MANAGER}.http_filters",
-        "right before envoy.filters.http.router, after all filters that may refuse a request or choose its route",
+        (
+            "right before envoy.filters.http.router, after all filters that may refuse a request "
+            "or "
+            "choose its route"
+        ),
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "route_config": _Place(_ROUTES, "that of the routes to guard"),
@@ -56,7 +66,9 @@ def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
     """The parts as YAML documents, with their places in comments; raises UsageError if a route cannot be placed."""
     parts = enumerate(_make_parts(policies, options), 1)
     head = _HEAD.format(envoy=describe_guard(policies, options)["envoy"])
-    return head + "".join(f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts)
+    return head + "".join(
+        f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts
+    )
 
 
 def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
@@ -69,7 +81,9 @@ def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
 
 
 def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
-    values = defaultdict[str, str | bool](str, describe_guard(policies, options))  # values that no part uses are left blank
+    values = defaultdict[str, str | bool](
+        str, describe_guard(policies, options)
+    )  # values that no part uses are left blank
     found = cut_parts(read_template("bootstrap"), values)
     for name, place in _PLACES.items():
         if name == "route":
@@ -80,12 +94,16 @@ def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_P
 
 def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
     """A part for strict routes and one for tolerant ones."""
-    routes = [GuardedPath("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
+    routes = [
+        GuardedPath("", exact=False, policies=(), name=name) for name in options.routes
+    ] or plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
     for is_tolerant in (False, True):
         chosen = [route for route in routes if (route in tolerant) == is_tolerant]
         if chosen:
-            values = defaultdict[str, str | bool](str, describe_route(policies, options, tolerant=is_tolerant))
+            values = defaultdict[str, str | bool](
+                str, describe_route(policies, options, tolerant=is_tolerant)
+            )
             found = cut_parts(read_template("guarded_route"), values)
             for part in ("route", "action"):
                 if part in found:

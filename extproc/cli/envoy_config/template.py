@@ -1,8 +1,10 @@
 """YAML templates that are still valid YAML for an editor.
 
 - `$name` is replaced by a value.
-- `#$name`, alone on its line, is replaced by a block with the same indentation; an empty block leaves no line.
-- `#if name`, `#else`, `#end`, each alone on its line: print the lines between if the value is true, else the others.
+- `#$name`, alone on its line, is replaced by a block with the same indentation; an empty block
+  leaves no line.
+- `#if name`, `#else`, `#end`, each alone on its line: print the lines between if the value is true,
+  else the others.
 - `#part place`, `#end`: lines that can also be printed alone. Parts with the same place are joined.
 
 Comments to print start with `# `.

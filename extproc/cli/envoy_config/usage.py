@@ -22,7 +22,11 @@ _STREAMED = """\
 
 def write_rules() -> str:
     """The rules for a response in one document: one for each count."""
-    counts = [_write_rule(place, name, _NUMBER) for name, places in COUNT_PLACES.items() for place in places]
+    counts = [
+        _write_rule(place, name, _NUMBER)
+        for name, places in COUNT_PLACES.items()
+        for place in places
+    ]
     return "\n".join(f"- {rule}" for rule in [*counts, *_MODEL_RULES])
 
 

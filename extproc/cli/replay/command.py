@@ -26,7 +26,10 @@ COUNT = make_type(parse_integer(1))
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
     add_policy_flag(parser)
     parser.add_argument(
-        "log", nargs="+", metavar="LOG", help="access log or file of records, plain, gzip or zstd; - for standard input"
+        "log",
+        nargs="+",
+        metavar="LOG",
+        help="access log or file of records, plain, gzip or zstd; - for standard input",
     )
     parser.add_argument(
         "--reorder-seconds",
@@ -42,7 +45,9 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum fingerprints in memory (default 1000000)",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a line cannot be used")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with 1 if a line cannot be used"
+    )
     add_key_flag(parser)
 
 
@@ -57,7 +62,10 @@ def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
 
 @contextmanager
 def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogEntry]]]:
-    """Open the logs; yields them and their requests in order of time. Raises LoopguardError if there are none."""
+    """Open the logs; yields them and their requests in order of time.
+
+    Raises LoopguardError if there are none.
+    """
     with ExitStack() as stack:
         logs = Logs(options.log, options.reorder_seconds, stack)
         yield logs, _watch(logs, stack.enter_context(show_bar(logs.size)))
@@ -79,13 +87,26 @@ def _watch(logs: Logs, advance: Callable[..., object]) -> Iterator[LogEntry]:
 @contextmanager
 def show_bar(size: int | None) -> Iterator[Callable[..., object]]:
     """Show a progress bar for `size` bytes if stderr is a terminal; yields the function that advances it."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
+    from rich.progress import (  # noqa: PLC0415  # 0.1 s
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     from extproc.cli.tables import make_console  # noqa: PLC0415  # same
 
     console = make_console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("reading", total=size)
 
         def advance(count: int, told: str = "reading") -> None:
@@ -120,5 +141,8 @@ def print_lines(logs: Logs, evictions: int) -> None:
         told = f"{severity}: {count(problem.count, 'line')}: {PROBLEMS[kind]}{example} ({places})"
         print(escape_controls(told), file=sys.stderr)
     if evictions:
-        text = f"warning: {evictions:,} live fingerprints were dropped for lack of room, so counts may be too low"
+        text = (
+            f"warning: {evictions:,} live fingerprints were dropped for lack of room, so "
+            "counts may be too low"
+        )
         print(escape_controls(f"{text}; raise --max-entries"), file=sys.stderr)

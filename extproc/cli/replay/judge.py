@@ -18,9 +18,18 @@ from extproc.store.rules.session import REFUSED
 
 
 class Judge:
-    """Decides about requests one by one. Counts unmatched requests, and those that a kill switch stops."""
+    """Decides about requests one by one.
 
-    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY, pinned: Sequence[str] = ()) -> None:
+    Counts unmatched requests, and those that a kill switch stops.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_entries: int,
+        key: HashKey = PROCESS_KEY,
+        pinned: Sequence[str] = (),
+    ) -> None:
         """Start with an empty store; `pinned` policies judge all requests, without their selectors."""
         self.unmatched = self.killed = 0
         self._engine = engine
@@ -48,7 +57,8 @@ class Judge:
             self.unmatched += 1
             return None
         decision = exchange.decide(self._count(exchange.enforcing), self._count(exchange.shadow))
-        # A refused request gives back what it took from sessions and budgets; a shadow refusal, from shadow budgets.
+        # A refused request gives back what it took from sessions and budgets; a shadow refusal,
+        # from shadow budgets.
         if decision.action is Action.REJECT or exchange.enforcing.forbidden is not None:
             self._counting.give_back(exchange.sessions, exchange.budgets, REFUSED)
         else:
@@ -69,14 +79,20 @@ class Judge:
             exchange.read_body(recorded.sums, recorded.unknown, None, "no_body")
             return exchange
         # Partial records lack these headers; they were read during recording.
-        reason = explain_unknowable_body(exchange.request) if exchange.needs_body and not recorded.partial else ""
+        reason = (
+            explain_unknowable_body(exchange.request)
+            if exchange.needs_body and not recorded.partial
+            else ""
+        )
         exchange.read_body(None if reason else exchange.sum_up(content), reason, content)
         return exchange
 
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:
             return self._engine.find_switch(request, time / 1000) is not None
-        except NotCounted:  # the switch needs a value that was not recorded; killed requests never are
+        except (
+            NotCounted
+        ):  # the switch needs a value that was not recorded; killed requests never are
             return False
 
     def _count(self, group: Guards) -> Counts:

@@ -1,8 +1,9 @@
 """Reads recorded requests from log files in order of time, and counts problems with lines.
 
-Several logs are merged, so logs of several Envoys, or rotated ones, may be given in any order. A heap sorts requests that
-arrive late. It is bounded in seconds, requests and bytes, so memory does not grow with the logs. No line is skipped silently:
-unusable ones are counted, and the first places listed.
+Several logs are merged, so logs of several Envoys, or rotated ones, may be given in any order. A
+heap sorts requests that arrive late. It is bounded in seconds, requests and bytes, so memory does
+not grow with the logs. No line is skipped silently: unusable ones are counted, and the first places
+listed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ PROBLEMS = {
     "too_long": f"longer than {LONGEST // 2**20} MiB",
     "version": "a record of another version",
     "invalid": "a record that cannot be used",
-    "out_of_order": "more than --reorder-seconds earlier than a previous line, or the clock was set back",
+    "out_of_order": (
+        "more than --reorder-seconds earlier than a previous line, or the clock was set back"
+    ),
     "clock_forward": "more than an hour later than the line before",
 }
 """Problems with lines, as text after `N lines: `."""
@@ -114,7 +117,9 @@ class Logs:
                     recorded = parse_line(line)
                 except UnusableError as error:
                     cut_off = error.kind == "not_json" and not line.endswith(b"\n")
-                    self.problems.add("truncated" if cut_off else error.kind, lines.place, str(error))
+                    self.problems.add(
+                        "truncated" if cut_off else error.kind, lines.place, str(error)
+                    )
                 else:
                     yield lines.place, recorded, len(line)
         except EOFError:
@@ -136,10 +141,17 @@ class Logs:
                 continue
             place, recorded, size = found
             # A larger step back means that the clock was set back: follow it.
-            newest = max(newest, recorded.time) if recorded.time >= newest - self._reorder_ms else recorded.time
+            newest = (
+                max(newest, recorded.time)
+                if recorded.time >= newest - self._reorder_ms
+                else recorded.time
+            )
             heapreplace(fronts, (newest, number))
             read += 1
-            yield fronts[0][0] - self._reorder_ms, LogEntry(recorded.time, read, size + _OBJECT_BYTES, place, recorded)
+            yield (
+                fronts[0][0] - self._reorder_ms,
+                LogEntry(recorded.time, read, size + _OBJECT_BYTES, place, recorded),
+            )
 
     def _sort(self, entries: Iterator[tuple[int, LogEntry]]) -> Iterator[LogEntry]:
         waiting: list[LogEntry] = []
@@ -147,7 +159,11 @@ class Logs:
         for settled, entry in entries:
             heappush(waiting, entry)
             size += entry.size
-            while waiting and (waiting[0].time <= settled or len(waiting) > _MAX_SORTING or size > _MAX_SORTING_BYTES):
+            while waiting and (
+                waiting[0].time <= settled
+                or len(waiting) > _MAX_SORTING
+                or size > _MAX_SORTING_BYTES
+            ):
                 first = heappop(waiting)
                 size -= first.size
                 yield first

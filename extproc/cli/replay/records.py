@@ -1,6 +1,7 @@
 """Parses a log line into a recorded request. docs/replay.md has the format, which `recording` writes.
 
-A line of an access log has a partial record in the field `loop_record`: the request may have had values that are missing there.
+A line of an access log has a partial record in the field `loop_record`: the request may have had
+    values that are missing there.
 Any other line is itself a record, and complete.
 """
 
@@ -45,7 +46,10 @@ class UnusableError(Exception):
 
 
 class Record(msgspec.Struct, gc=False):
-    """A record; see docs/replay.md. Numbers are floats, because protobuf's Structs write a fraction."""
+    """A record; see docs/replay.md.
+
+    Numbers are floats, because protobuf's Structs write a fraction.
+    """
 
     record: float
     time: float | str
@@ -114,7 +118,11 @@ class Recorded(msgspec.Struct, gc=False):
             headers.setdefault("content-encoding", None)  # the body is empty or not encoded
         _mark_absent_credentials(record, headers)
         claims = {name: self._read(value) for name, value in record.claims.items()}
-        encoded = {name: value.encode("utf-8", "surrogateescape") for name, value in headers.items() if value is not None}
+        encoded = {
+            name: value.encode("utf-8", "surrogateescape")
+            for name, value in headers.items()
+            if value is not None
+        }
         known = {name: value for name, value in claims.items() if value is not None}
         facts = StatedFacts(
             route=record.route,
@@ -190,7 +198,9 @@ def parse_line(line: bytes) -> Recorded:
     if record.unknown and not _REASON.match(record.unknown):
         raise UnusableError("invalid", "its body is unknown for a reason that is not known")
     try:
-        return Recorded(_read_time(record.time), record, in_field, _read_body(record), _read_sums(record))
+        return Recorded(
+            _read_time(record.time), record, in_field, _read_body(record), _read_sums(record)
+        )
     except ValueError as error:
         raise UnusableError("invalid", str(error)) from None
 
@@ -199,7 +209,11 @@ def _explain(line: bytes, error: Exception, *, in_field: bool) -> UnusableError:
     if not line.lstrip().startswith(b"{"):
         return UnusableError("not_json")
     try:
-        version = (_ENTRY_VERSION.decode(line).loop_record or _Version()) if in_field else _VERSION.decode(line)
+        version = (
+            (_ENTRY_VERSION.decode(line).loop_record or _Version())
+            if in_field
+            else _VERSION.decode(line)
+        )
     except (msgspec.ValidationError, RecursionError):
         return UnusableError("invalid" if in_field else "no_record", str(error))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -221,7 +235,10 @@ def _read_time(value: float | str) -> int:
 
 
 def _read_body(record: Record) -> bytes | None:
-    data, record.body = bytes(record.body), msgspec.Raw()  # the old value keeps the whole line in memory
+    data, record.body = (
+        bytes(record.body),
+        msgspec.Raw(),
+    )  # the old value keeps the whole line in memory
     if data and data != b"null":
         return _TEXT.decode(data).encode() if data.startswith(b'"') else data
     if record.body_base64 is not None:
@@ -235,7 +252,9 @@ def _read_sums(record: Record) -> Body | None:
         return None
     if not 0 <= record.body_bytes < _MAX_BYTES:
         raise ValueError("its body_bytes is not a number of bytes")
-    return Body(int(record.body_bytes), _read_sum(record.body_crc32), _read_sum(record.body_adler32))
+    return Body(
+        int(record.body_bytes), _read_sum(record.body_crc32), _read_sum(record.body_adler32)
+    )
 
 
 def _read_sum(text: str) -> int:

@@ -65,7 +65,11 @@ class _Offender:
         self.last = entry.time
         if self.example is None:
             self.first, self.example = entry.time, entry.place
-            self.method, self.path, self.detector = request.method[:_SHOWN], request.path[:_SHOWN], outcome.detector
+            self.method, self.path, self.detector = (
+                request.method[:_SHOWN],
+                request.path[:_SHOWN],
+                outcome.detector,
+            )
 
 
 class Ranked(Protocol):
@@ -79,7 +83,9 @@ Item = TypeVar("Item", bound=Ranked)
 
 
 class Top(Generic[Key, Item]):
-    """The items with the highest counts. At the limit the lower half is dropped, and starts at 0 if it returns.
+    """The items with the highest counts.
+
+    At the limit the lower half is dropped, and starts at 0 if it returns.
 
     Attributes:
         dropped: the highest dropped count, by which any count may be too low.
@@ -96,7 +102,10 @@ class Top(Generic[Key, Item]):
         if item is None:
             if len(self._items) >= self._limit:
                 kept = dict(self.list_first(self._limit // 2))
-                self.dropped = max(self.dropped, *[self._items[other].count for other in self._items.keys() - kept.keys()])
+                self.dropped = max(
+                    self.dropped,
+                    *[self._items[other].count for other in self._items.keys() - kept.keys()],
+                )
                 self._items = kept
             item = self._items[key] = self._make()
         return item
@@ -120,12 +129,16 @@ class ReplayReport:
             return
         exchange, decision = judged
         for change in self._follower.follow(exchange, decision):
-            self._get_policy(change.outcome.policy, change.outcome.mode).after[change.arm][change.after] += 1
+            self._get_policy(change.outcome.policy, change.outcome.mode).after[change.arm][
+                change.after
+            ] += 1
         for outcome in group_by_policy(decision.trace):
             self._add_outcome(entry, outcome, exchange.request)
         for policy, reason in exchange.list_uncounted():
             uncounted = self._get_policy(policy).uncounted
-            uncounted[reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER] += 1
+            uncounted[
+                reason if reason in uncounted or len(uncounted) < _MAX_REASONS else _OTHER
+            ] += 1
         if exchange.enforcing.forbidden is not None and decision.action is not Action.REJECT:
             self._get_policy(exchange.enforcing.forbidden[0]).uncountable += 1
         for group in exchange.groups:
@@ -140,7 +153,9 @@ class ReplayReport:
 
     def _add_outcome(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
         action, tenant = outcome.action, outcome.tenant
-        policy = self._policies.get((outcome.policy, outcome.mode)) or self._get_policy(outcome.policy, outcome.mode)
+        policy = self._policies.get((outcome.policy, outcome.mode)) or self._get_policy(
+            outcome.policy, outcome.mode
+        )
         policy.actions[action] += 1
         policy.tenants.add(tenant)
         if action is Action.ALLOW:
@@ -149,7 +164,9 @@ class ReplayReport:
         if outcome.repeat is not None and outcome.repeat.rule:
             policy.rules[outcome.repeat.rule] += 1
         policy.touched.add(tenant)
-        self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
+        self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(
+            entry, outcome, request
+        )
 
     def make_document(self, logs: Logs, judge: Judge, top: int) -> dict[str, Any]:
         """The report as JSON, with the `top` worst offenders."""
@@ -168,14 +185,21 @@ class ReplayReport:
                         "what": PROBLEMS[kind],
                         "harmless": kind in HARMLESS,
                         "first": [escape_controls(str(place)) for place in found.places],
-                        **({"example": escape_controls(next(iter(found.names)))[:_SHOWN]} if found.names else {}),
+                        **(
+                            {"example": escape_controls(next(iter(found.names)))[:_SHOWN]}
+                            if found.names
+                            else {}
+                        ),
                     }
                     for kind in PROBLEMS
                     if (found := logs.problems.by_kind.get(kind)) is not None
                 },
             },
             "policies": [_describe_policy(*key, policy) for key, policy in self._policies.items()],
-            "worst": [_describe_offender(*key, offender) for key, offender in self._offenders.list_first(top)],
+            "worst": [
+                _describe_offender(*key, offender)
+                for key, offender in self._offenders.list_first(top)
+            ],
             "too_low_by": self._offenders.dropped,
             "evicted": judge.evictions,
             "failures": self._failures,
@@ -191,7 +215,9 @@ def _describe_policy(name: str, mode: str, policy: _Policy) -> dict[str, Any]:
         **_describe_actions(policy.actions),
         "held_seconds": round(policy.held_ms / 1000, 1),
         "rules": dict(policy.rules.most_common()),
-        "after_notes": {arm: describe_after(counts, 0) for arm, counts in policy.after.items() if counts},
+        "after_notes": {
+            arm: describe_after(counts, 0) for arm, counts in policy.after.items() if counts
+        },
         "uncounted": dict(policy.uncounted.most_common()),
         "refused_uncountable": policy.uncountable,
         "failed": policy.failed,
@@ -205,7 +231,9 @@ def _describe_actions(actions: Counter[Action]) -> dict[str, int]:
     return {word: actions[action] for action, word in WORDS.items()}
 
 
-def _describe_offender(policy: str, mode: str, tenant: str, fingerprint: str, offender: _Offender) -> dict[str, Any]:
+def _describe_offender(
+    policy: str, mode: str, tenant: str, fingerprint: str, offender: _Offender
+) -> dict[str, Any]:
     return {
         "policy": policy,
         "mode": mode,
@@ -226,4 +254,8 @@ def _describe_offender(policy: str, mode: str, tenant: str, fingerprint: str, of
 def _write_time(milliseconds: int | None) -> str | None:
     if milliseconds is None:
         return None
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(milliseconds / 1000, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )

@@ -70,7 +70,10 @@ def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
             {
                 "id": call.tool_call_id,
                 "type": "function",
-                "function": {"name": call.function_name, "arguments": msgspec.json.encode(call.arguments).decode()},
+                "function": {
+                    "name": call.function_name,
+                    "arguments": msgspec.json.encode(call.arguments).decode(),
+                },
             }
             for call in step.tool_calls
         ]
@@ -86,7 +89,12 @@ def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
 def read_text(content: Any) -> str:  # noqa: ANN401  # JSON
     """The text of a message: its parts' texts, or anything else as JSON."""
     if isinstance(content, list):
-        return "\n".join([read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
+        return "\n".join(
+            [
+                read_text(part.get("text", part)) if isinstance(part, dict) else str(part)
+                for part in content
+            ]
+        )
     if content is None or isinstance(content, str):
         return content or ""
     return msgspec.json.encode(content).decode()
@@ -130,9 +138,13 @@ class Atif(TranscriptReader):
     def _read(self, data: bytes, place: FilePlace, deeper: int, root: str) -> bool:
         try:
             found = _decode(data)
-            if not bytes(found.steps) or not (bytes(found.agent) or (found.schema_version or "").startswith(_NAME)):
+            if not bytes(found.steps) or not (
+                bytes(found.agent) or (found.schema_version or "").startswith(_NAME)
+            ):
                 return False
-            agent = _decode_agent(found.agent) if bytes(found.agent).startswith(b"{") else _AtifAgent()
+            agent = (
+                _decode_agent(found.agent) if bytes(found.agent).startswith(b"{") else _AtifAgent()
+            )
         except BAD_JSON:
             return False
         try:
@@ -141,12 +153,19 @@ class Atif(TranscriptReader):
             raise UnknownLineError(f"steps: {error}") from None
         session = cut_name(found.trajectory_id or found.session_id)
         root = root or session
-        self._follow(steps, About(self.kind, session, name_folder(place.file), cut_name(agent.name), root), agent, place)
+        self._follow(
+            steps,
+            About(self.kind, session, name_folder(place.file), cut_name(agent.name), root),
+            agent,
+            place,
+        )
         for inner in found.subagent_trajectories or () if deeper else ():
             self._read(bytes(inner), place, deeper - 1, root)
         return True
 
-    def _follow(self, steps: list[TrajectoryStep], about: About, agent: _AtifAgent, place: FilePlace) -> None:
+    def _follow(
+        self, steps: list[TrajectoryStep], about: About, agent: _AtifAgent, place: FilePlace
+    ) -> None:
         run = self._runs.open(about, "messages", tools=any(step.tool_calls for step in steps))
         behind: list[bytes] = []
         for step in steps:
@@ -167,14 +186,28 @@ class Atif(TranscriptReader):
 
 def _make_call(step: TrajectoryStep, agent: _AtifAgent, place: FilePlace) -> ModelCall:
     try:
-        metrics = _decode_metrics(step.metrics) if bytes(step.metrics).startswith(b"{") else _Metrics()
+        metrics = (
+            _decode_metrics(step.metrics) if bytes(step.metrics).startswith(b"{") else _Metrics()
+        )
     except BAD_JSON:
         metrics = _Metrics()
     extra = metrics.extra if isinstance(metrics.extra, dict) else {}
     written = extra.get("cache_creation_input_tokens")
-    usage = read_usage(metrics.prompt_tokens, metrics.completion_tokens, metrics.cached_tokens, written)
+    usage = read_usage(
+        metrics.prompt_tokens, metrics.completion_tokens, metrics.cached_tokens, written
+    )
     cost = metrics.cost_usd
     dollars = (
-        float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < _MOST_DOLLARS else None
+        float(cost)
+        if isinstance(cost, int | float)
+        and not isinstance(cost, bool)
+        and 0 <= cost < _MOST_DOLLARS
+        else None
     )
-    return ModelCall(place, read_time(step.timestamp), cut_name(step.model_name or agent.model_name), usage, dollars=dollars)
+    return ModelCall(
+        place,
+        read_time(step.timestamp),
+        cut_name(step.model_name or agent.model_name),
+        usage,
+        dollars=dollars,
+    )

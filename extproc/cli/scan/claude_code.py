@@ -1,8 +1,11 @@
-"""Reads Claude Code: `~/.claude/projects/<project>/<session>.jsonl`, and `<session>/subagents/agent-<id>.jsonl`.
+"""Reads Claude Code.
 
-A line is a message, or metadata of the session. An answer has a line for each of its blocks, with one message id; results of
-its first calls may be in between. Older versions interleave sub-agents with the session (`isSidechain`); the message that each
-answers tells them apart. Output of `claude -p --output-format stream-json` is read as well.
+`~/.claude/projects/<project>/<session>.jsonl`, and `<session>/subagents/agent-<id>.jsonl`.
+
+A line is a message, or metadata of the session. An answer has a line for each of its blocks, with
+one message id; results of its first calls may be in between. Older versions interleave sub-agents
+with the session (`isSidechain`); the message that each answers tells them apart. Output of `claude
+-p --output-format stream-json` is read as well.
 """
 
 from __future__ import annotations
@@ -30,12 +33,37 @@ from extproc.sessions.rates import Usage
 
 _MOST_OPEN = 64
 _MOST_KNOWN = 200_000
-_NOT_MESSAGES: Final = frozenset({
-    "agent-name", "ai-title", "api-request", "api-request-blob", "api-request-shape", "atis-latch", "attachment",
-    "cost-state", "custom-title", "file-history-snapshot", "last-prompt", "mode", "permission-mode", "pr-link", "progress",
-    "queue-operation", "rate_limit_event", "result", "saved_hook_context", "started", "stream_event", "summary", "system",
-    "tag", "task-summary", "tools-used", "worktree-state",
-})  # fmt: skip
+_NOT_MESSAGES: Final = frozenset(
+    {
+        "agent-name",
+        "ai-title",
+        "api-request",
+        "api-request-blob",
+        "api-request-shape",
+        "atis-latch",
+        "attachment",
+        "cost-state",
+        "custom-title",
+        "file-history-snapshot",
+        "last-prompt",
+        "mode",
+        "permission-mode",
+        "pr-link",
+        "progress",
+        "queue-operation",
+        "rate_limit_event",
+        "result",
+        "saved_hook_context",
+        "started",
+        "stream_event",
+        "summary",
+        "system",
+        "tag",
+        "task-summary",
+        "tools-used",
+        "worktree-state",
+    }
+)
 _OF_NO_SESSION: Final = frozenset({"summary", "file-history-snapshot"})
 _NO_MODEL = "<synthetic>"
 
@@ -100,7 +128,9 @@ class ClaudeCode(TranscriptReader):
     def __init__(self, runs: Runs) -> None:
         super().__init__(runs)
         self._open: dict[tuple[str, str], _Conversation] = {}
-        self._sides: dict[str, str] = {}  # the first message of each message's side chain, if it has no agent id
+        self._sides: dict[
+            str, str
+        ] = {}  # the first message of each message's side chain, if it has no agent id
 
     def read(self, data: bytes, place: FilePlace) -> bool:
         try:
@@ -147,7 +177,9 @@ class ClaudeCode(TranscriptReader):
             name = f"{session}/{agent}" if agent else session
             project = cut_name(line.cwd) or name_folder(place.file)
             kind = "claude-code sub-agent" if agent else "claude-code"
-            run = self._runs.open(About(self.kind, cut_name(name), project, kind, cut_name(session)), "messages")
+            run = self._runs.open(
+                About(self.kind, cut_name(name), project, kind, cut_name(session)), "messages"
+            )
             found = self._open[session, agent] = _Conversation(run)
         return found
 
@@ -160,17 +192,23 @@ class ClaudeCode(TranscriptReader):
         return first
 
 
-def _take_answer(found: _Conversation, line: _ClaudeLine, message: _ClaudeMessage, place: FilePlace) -> None:
+def _take_answer(
+    found: _Conversation, line: _ClaudeLine, message: _ClaudeMessage, place: FilePlace
+) -> None:
     if line.error or message.model == _NO_MODEL:
         return
     answer = found.answer
     if answer is None or not message.id or message.id != answer.identity:
         _flush(found)
         if line.agent_kind:
-            found.run.about = found.run.about._replace(agent=cut_name(f"claude-code {line.agent_kind}"))
-        # A session that continues another has copies of its lines with a new session id, but the same ids of messages and
-        # requests, and the same times.
-        unique = identify(message.id or "", line.agent or "", line.request or line.timestamp or line.uuid or "")
+            found.run.about = found.run.about._replace(
+                agent=cut_name(f"claude-code {line.agent_kind}")
+            )
+        # A session that continues another has copies of its lines with a new session id, but the
+        # same ids of messages and requests, and the same times.
+        unique = identify(
+            message.id or "", line.agent or "", line.request or line.timestamp or line.uuid or ""
+        )
         call = ModelCall(place, read_time(line.timestamp), cut_name(message.model), identity=unique)
         answer = found.answer = _Answer(message.id or "", call)
     content = bytes(message.content).strip()
@@ -190,4 +228,6 @@ def _flush(found: _Conversation) -> None:
     answer, found.answer = found.answer, None
     if answer is not None:
         found.run.ask(answer.call)
-        found.run.add([b'{"role":"assistant","content":[%b]}' % b",".join(answer.blocks), *answer.behind])
+        found.run.add(
+            [b'{"role":"assistant","content":[%b]}' % b",".join(answer.blocks), *answer.behind]
+        )

@@ -1,10 +1,12 @@
 """Reads Codex rollouts: `~/.codex/sessions/<year>/<month>/<day>/rollout-<time>-<thread>.jsonl`.
 
-A line has a payload: an item of the Responses API, or metadata of the session. An answer is all items of the model up to the
+A line has a payload: an item of the Responses API, or metadata of the session. An answer is all
+    items of the model up to the
 first result or another party's message. Rollouts of 2025 have bare items.
 
-The rollout of a fork begins with its own head, the heads of the threads that it continues, and copies of their items with new
-times. So a call is identified by the oldest of these threads and all answers so far.
+The rollout of a fork begins with its own head, the heads of the threads that it continues, and
+copies of their items with new times. So a call is identified by the oldest of these threads and all
+answers so far.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from extproc.cli.scan.transcripts import (
 from extproc.cli.scan.watch import Watch
 from extproc.sessions.rates import Usage
 
-_ABOUT: Final = frozenset({"session_meta", "turn_context", "event_msg", "compacted", "world_state", "token_usage_record"})
+_ABOUT: Final = frozenset(
+    {"session_meta", "turn_context", "event_msg", "compacted", "world_state", "token_usage_record"}
+)
 _OURS: Final = ("_call", "_output")
 _REASONING: Final = "reasoning"
 
@@ -106,7 +110,9 @@ class Codex(TranscriptReader):
         except BAD_JSON:
             raise UnknownLineError(f"{line.type} with an unusual payload") from None
         if line.type == "response_item":
-            self._take_item(bytes(line.payload), payload.type or "", payload.role, line.timestamp, place)
+            self._take_item(
+                bytes(line.payload), payload.type or "", payload.role, line.timestamp, place
+            )
         else:
             self._take_fact(line.type, payload, place)
         return True
@@ -120,10 +126,16 @@ class Codex(TranscriptReader):
             head = bool(line.id and line.timestamp and bytes(line.instructions))
             if head:
                 name = cut_name(line.id)
-                self._about = self._about._replace(session=name, project=name_folder(place.file), root=name)
+                self._about = self._about._replace(
+                    session=name, project=name_folder(place.file), root=name
+                )
                 self._answers = identify(name)
             return head
-        item = line.type.endswith(_OURS) or line.type == _REASONING or (line.type == "message" and line.role is not None)
+        item = (
+            line.type.endswith(_OURS)
+            or line.type == _REASONING
+            or (line.type == "message" and line.role is not None)
+        )
         if item and known:
             self._take_item(data, line.type, line.role, line.timestamp, place)
         return item and known
@@ -138,7 +150,9 @@ class Codex(TranscriptReader):
             name = cut_name(payload.id) or "?"
             project = cut_name(payload.cwd) or name_folder(place.file)
             agent = "codex sub-agent" if payload.parent_thread_id else "codex"
-            self._about = About(self.kind, name, project, agent, cut_name(payload.parent_thread_id) or name)
+            self._about = About(
+                self.kind, name, project, agent, cut_name(payload.parent_thread_id) or name
+            )
             self._answers = identify(cut_name(payload.forked_from_id) or name)
         elif kind == "session_meta" and self._run is None and not self._said:
             self._answers = identify(cut_name(payload.id))
@@ -151,11 +165,21 @@ class Codex(TranscriptReader):
         # Both kinds of lines have the newest answer's counts, and repeat them after a rate limit.
         elif kind == "token_usage_record" and payload.usage is not None:
             self._usage = _read_counts(payload.usage)
-        elif payload.type == "token_count" and payload.info is not None and payload.info.last_token_usage is not None:
+        elif (
+            payload.type == "token_count"
+            and payload.info is not None
+            and payload.info.last_token_usage is not None
+        ):
             self._usage = _read_counts(payload.info.last_token_usage)
 
-    def _take_item(self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: FilePlace) -> None:
-        ours = role == "assistant" if kind == "message" else kind == _REASONING or kind.endswith("_call")
+    def _take_item(
+        self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: FilePlace
+    ) -> None:
+        ours = (
+            role == "assistant"
+            if kind == "message"
+            else kind == _REASONING or kind.endswith("_call")
+        )
         if not ours:
             if self._said:
                 self._behind.append(item)
@@ -171,7 +195,9 @@ class Codex(TranscriptReader):
         if self._place is not None:
             if self._run is None:
                 self._run = self._runs.open(self._about, "input")
-            self._run.ask(ModelCall(self._place, self._time, self._model, self._usage, identity=self._answers))
+            self._run.ask(
+                ModelCall(self._place, self._time, self._model, self._usage, identity=self._answers)
+            )
             self._run.add([*self._said, *self._behind])
         self._begin()
 

@@ -1,7 +1,7 @@
 """Finds the files to scan: all regular files below the given paths, each once.
 
-Links are followed if they are given as a path, or stay within their folder. A link out of the folder is not, so that an agent
-or an archive cannot choose which files are read.
+Links are followed if they are given as a path, or stay within their folder. A link out of the
+folder is not, so that an agent or an archive cannot choose which files are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _HOMES: Final = (
 )
 """Where agents write transcripts: the variable with their folder, its default, and the parts to read."""
 
-EXAMPLE: Final = "; name files or folders, or try `loopguard scan examples/transcripts` in a checkout"
+EXAMPLE: Final = (
+    "; name files or folders, or try `loopguard scan examples/transcripts` in a checkout"
+)
 """A hint for empty default folders."""
 
 
@@ -49,7 +51,9 @@ def choose_paths(given: Sequence[str]) -> list[str]:
         raise UsageError(f"no transcripts in {' or '.join(usual)}{EXAMPLE}")
     for path in paths:
         if not path or not Path(path).exists():
-            raise UsageError(f"{path or 'an empty path'} does not exist: name a file or a folder of transcripts")
+            raise UsageError(
+                f"{path or 'an empty path'} does not exist: name a file or a folder of transcripts"
+            )
     return paths
 
 
@@ -59,7 +63,9 @@ def find_files(paths: Sequence[str], problems: Problems, since: float = 0) -> li
     return [file for path in paths for file in _walk(path, seen, problems, since)]
 
 
-def _walk(path: str, seen: set[tuple[int, int]], problems: Problems, since: float) -> Iterator[FoundFile]:
+def _walk(
+    path: str, seen: set[tuple[int, int]], problems: Problems, since: float
+) -> Iterator[FoundFile]:
     waiting = [path]
     root = os.path.realpath(path)
     while waiting:
@@ -72,7 +78,9 @@ def _walk(path: str, seen: set[tuple[int, int]], problems: Problems, since: floa
             if S_ISDIR(found.st_mode):
                 entries = sorted(Path(path).iterdir(), reverse=True)
                 for entry in entries:
-                    if entry.is_symlink() and not Path(os.path.realpath(entry)).is_relative_to(root):
+                    if entry.is_symlink() and not Path(os.path.realpath(entry)).is_relative_to(
+                        root
+                    ):
                         problems.add("link", FilePlace(str(entry), 1))
                     else:
                         waiting.append(str(entry))

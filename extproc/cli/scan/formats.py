@@ -27,7 +27,9 @@ _READERS: Final = (ClaudeCode, Codex, GeminiCli, Atif, Otlp, Requests)
 
 
 class ScannedFile:
-    def __init__(self, judging: Judging, problems: Problems, done: Callable[[RunReport], None]) -> None:
+    def __init__(
+        self, judging: Judging, problems: Problems, done: Callable[[RunReport], None]
+    ) -> None:
         self._problems = problems
         self._runs = Runs(judging, problems, done)
         self._readers: list[TranscriptReader] = [reader(self._runs) for reader in _READERS]
@@ -57,4 +59,6 @@ class ScannedFile:
             name = ", ".join(sorted(_keys.decode(value))[:_MOST_KEYS])
         except BAD_JSON:
             name = ""
-        self._problems.add("unknown", place, f"an object with {name}" if name else "an empty object")
+        self._problems.add(
+            "unknown", place, f"an object with {name}" if name else "an empty object"
+        )

@@ -1,8 +1,11 @@
-"""Reads Gemini CLI: `~/.gemini/tmp/<project>/chats/session-<time>-<id>.json`, or `.jsonl` in newer versions.
+"""Reads Gemini CLI.
 
-The first line is about the session, each other one is a message. An answer contains its calls and their results. It is written
-again when results arrive, so the newest one is complete when the next begins. Sub-agents have files below `chats/<session>/`.
-Resuming a session from a document copies it into lines with the same ids.
+`~/.gemini/tmp/<project>/chats/session-<time>-<id>.json`, or `.jsonl` in newer versions.
+
+The first line is about the session, each other one is a message. An answer contains its calls and
+their results. It is written again when results arrive, so the newest one is complete when the next
+begins. Sub-agents have files below `chats/<session>/`. Resuming a session from a document copies it
+into lines with the same ids.
 """
 
 from __future__ import annotations
@@ -98,7 +101,9 @@ class GeminiCli(TranscriptReader):
             if line.session != self._session:  # the head may be repeated
                 self.close()
                 self._session, self._known = cut_name(line.session), set()
-                self._run = self._runs.open(self._describe(place, is_agent=line.kind == "subagent"), "contents")
+                self._run = self._runs.open(
+                    self._describe(place, is_agent=line.kind == "subagent"), "contents"
+                )
             for raw in line.messages or ():
                 try:
                     self._take(bytes(raw), place)
@@ -149,11 +154,19 @@ class GeminiCli(TranscriptReader):
         tokens, calls = answer.tokens or _CliTokens(), answer.calls or []
         usage = read_usage(tokens.input, tokens.output, tokens.cached)
         usage = usage._replace(
-            input=usage.input + count_tokens(tokens.tool), output=usage.output + count_tokens(tokens.thoughts)
+            input=usage.input + count_tokens(tokens.tool),
+            output=usage.output + count_tokens(tokens.thoughts),
         )
         identity = identify(self.kind, answer.id)
-        self._run.ask(ModelCall(place, read_time(answer.timestamp), cut_name(answer.model), usage, identity=identity))
-        said = [*_list_parts(answer.content), *[{"functionCall": _name(each, args=each.args)} for each in calls]]
+        self._run.ask(
+            ModelCall(
+                place, read_time(answer.timestamp), cut_name(answer.model), usage, identity=identity
+            )
+        )
+        said = [
+            *_list_parts(answer.content),
+            *[{"functionCall": _name(each, args=each.args)} for each in calls],
+        ]
         messages = [{"role": "model", "parts": said}]
         results = [part for each in calls for part in _list_results(each)]
         if results:
@@ -177,7 +190,11 @@ def _name(call: _CliCall, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # JSO
 def _list_parts(content: Any) -> list[Any]:  # noqa: ANN401  # JSON
     """The parts of a message, which may be a text, a part or a list of both."""
     listed = content if isinstance(content, list) else [content]
-    return [{"text": part} if isinstance(part, str) else part for part in listed if part is not None and part != ""]
+    return [
+        {"text": part} if isinstance(part, str) else part
+        for part in listed
+        if part is not None and part != ""
+    ]
 
 
 def _list_results(call: _CliCall) -> list[Any]:

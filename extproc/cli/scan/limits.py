@@ -41,30 +41,46 @@ def find_percentile(values: Sequence[int], percent: int) -> int:
 
 
 def recommend_limits(totals: Sequence[Total]) -> dict[str, Any]:
-    """Percentiles of the usage, and limits. Each limit would have stopped at most 1 % of the sessions without a loop.
+    """Percentiles of the usage, and limits.
 
-    Percentiles of a tool count the sessions that called it; those of agents, the sessions that started any.
+    Each limit would have stopped at most 1 % of the sessions without a loop.
+
+    Percentiles of a tool count the sessions that called it; those of agents, the sessions that
+    started any.
     """
     going = [total for total in totals if not total.looped]
     limits: dict[str, Any] = {}
     for name, highest in (("steps", None), ("tool_calls", MAX_TOOL_CALLS), ("agents", MAX_AGENTS)):
         values = [value for total in going if (value := _list_values(total).get(name))]
         if values:
-            limits[f"max_{name}"] = min(find_percentile(values, _ENOUGH_FOR), highest or max(values))
+            limits[f"max_{name}"] = min(
+                find_percentile(values, _ENOUGH_FOR), highest or max(values)
+            )
     calls = sum((total.tools for total in totals), Counter[str]())
-    tools = [name for name, _ in sorted(calls.items(), key=lambda item: (-item[1], item[0])) if name][:_MOST_TOOLS]
+    tools = [
+        name for name, _ in sorted(calls.items(), key=lambda item: (-item[1], item[0])) if name
+    ][:_MOST_TOOLS]
     per_tool = {
         name: min(find_percentile(values, _ENOUGH_FOR), MAX_TOOL_CALLS)
         for name in tools
-        if len(name) <= _LONGEST_TOOL and (values := [total.tools[name] for total in going if total.tools[name]])
+        if len(name) <= _LONGEST_TOOL
+        and (values := [total.tools[name] for total in going if total.tools[name]])
     }
     if per_tool:
         limits["max_calls_per_tool"] = per_tool
     costs = [total.nanos for total in going if total.nanos]
     if costs:
-        limits["max_cost_per_session"] = ceil(find_percentile(costs, _ENOUGH_FOR) / 1e7) / 100  # cents, rounded up
-    rows = {name: _describe([_list_values(total).get(name) for total in totals]) for name in ("steps", "tool_calls")}
-    rows |= {f"calls of {name}": _describe([total.tools[name] or None for total in totals]) for name in tools}
+        limits["max_cost_per_session"] = (
+            ceil(find_percentile(costs, _ENOUGH_FOR) / 1e7) / 100
+        )  # cents, rounded up
+    rows = {
+        name: _describe([_list_values(total).get(name) for total in totals])
+        for name in ("steps", "tool_calls")
+    }
+    rows |= {
+        f"calls of {name}": _describe([total.tools[name] or None for total in totals])
+        for name in tools
+    }
     rows["tokens"] = _describe([total.tokens for total in totals])
     rows["dollars"] = {
         key: round(value / 1e9, 6) if key.endswith("%") else value
@@ -86,11 +102,20 @@ def _list_values(total: Total) -> dict[str, int | None]:
 
 def _describe(values: Sequence[int | None]) -> dict[str, Any]:
     known = [value for value in values if value is not None]
-    return {"of": len(known), **{f"{percent}%": find_percentile(known, percent) for percent in PERCENTS}} if known else {}
+    return (
+        {
+            "of": len(known),
+            **{f"{percent}%": find_percentile(known, percent) for percent in PERCENTS},
+        }
+        if known
+        else {}
+    )
 
 
 def _exceeds(total: Total, limits: Mapping[str, Any]) -> bool:
-    used: dict[str, float] = {f"max_{name}": value or 0 for name, value in _list_values(total).items()}
+    used: dict[str, float] = {
+        f"max_{name}": value or 0 for name, value in _list_values(total).items()
+    }
     used["max_cost_per_session"] = (total.nanos or 0) / 1e9
     per_tool = limits.get("max_calls_per_tool", {})
     return any(used[name] > limits.get(name, inf) for name in used) or any(

@@ -1,6 +1,7 @@
 """Reads JSON lines, or a JSON document, in bounded memory, and counts problems.
 
-A file is a document if its first line is not a complete JSON value. Nothing in a file is executed or followed.
+A file is a document if its first line is not a complete JSON value. Nothing in a file is executed
+or followed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ PROBLEMS: Final = {
 }
 """Problems with lines and files, as text after `N lines: `."""
 
-HARMLESS: Final = frozenset({"foreign", "unknown_kind", "no_conversation", "unknown", "form", "link"})
+HARMLESS: Final = frozenset(
+    {"foreign", "unknown_kind", "no_conversation", "unknown", "form", "link"}
+)
 """Problems that are normal in folders with other files."""
 
 
@@ -66,7 +69,9 @@ def read_values(
         problems.add("unreadable", FilePlace(file, 1), error.strerror or "")
 
 
-def _read(lines: PackedLines, problems: Problems, longest: int) -> Iterator[tuple[FilePlace, bytes]]:
+def _read(
+    lines: PackedLines, problems: Problems, longest: int
+) -> Iterator[tuple[FilePlace, bytes]]:
     reading = lines.read()
     first = next(reading, None)
     if first is None:
@@ -87,7 +92,9 @@ def _read(lines: PackedLines, problems: Problems, longest: int) -> Iterator[tupl
         yield lines.place, mend_value(line)
 
 
-def _read_document(lines: PackedLines, first: bytes, problems: Problems, longest: int) -> bytes | None:
+def _read_document(
+    lines: PackedLines, first: bytes, problems: Problems, longest: int
+) -> bytes | None:
     """The whole file if it is a JSON document, or empty if that is too long.
 
     None for a file of lines; the source is then after the first line.

@@ -1,9 +1,10 @@
 """Reads OpenTelemetry exports (OTLP JSON): spans of model calls, by the GenAI semantic conventions.
 
-A span has the request's messages and tokens. Messages are in `gen_ai.input.messages`, as attributes or in an event
-(`gen_ai.client.inference.operation.details`), in an event for each message (`gen_ai.user.message`), or in numbered attributes
-(`gen_ai.prompt.0.role`, OpenLLMetry; `llm.input_messages.0.message.role`, OpenInference). They are converted to a chat
-completions body, which is read like a logged request.
+A span has the request's messages and tokens. Messages are in `gen_ai.input.messages`, as attributes
+or in an event (`gen_ai.client.inference.operation.details`), in an event for each message
+(`gen_ai.user.message`), or in numbered attributes (`gen_ai.prompt.0.role`, OpenLLMetry;
+`llm.input_messages.0.message.role`, OpenInference). They are converted to a chat completions body,
+which is read like a logged request.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ from extproc.sessions.rates import estimate_tokens
 
 _INPUT: Final = "gen_ai.input.messages"
 _MESSAGE_EVENT: Final = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message")
-_NUMBERED: Final = re.compile(r"(?:gen_ai\.prompt|llm\.input_messages)\.(\d{1,5})\.(?:message\.)?(.+)")
-_NUMBERED_CALL: Final = re.compile(r"tool_calls\.(\d{1,4})\.(?:tool_call\.)?(?:function\.)?(id|name|arguments)")
+_NUMBERED: Final = re.compile(
+    r"(?:gen_ai\.prompt|llm\.input_messages)\.(\d{1,5})\.(?:message\.)?(.+)"
+)
+_NUMBERED_CALL: Final = re.compile(
+    r"tool_calls\.(\d{1,4})\.(?:tool_call\.)?(?:function\.)?(id|name|arguments)"
+)
 _MODELS: Final = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
 _CALLED: Final = (*_MODELS, "ai.model.id", "gen_ai.system", "ls_model_name")
 """Attributes of spans of model calls."""
@@ -51,9 +56,16 @@ _AGENTS: Final = ("gen_ai.agent.name", "agent.name")
 _SESSIONS: Final = ("gen_ai.conversation.id", "session.id")
 _COUNTS: Final = {
     "input": ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt"),
-    "output": ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion"),
+    "output": (
+        "gen_ai.usage.output_tokens",
+        "gen_ai.usage.completion_tokens",
+        "llm.token_count.completion",
+    ),
     "read": ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cache_read_input_tokens"),
-    "written": ("gen_ai.usage.cache_creation.input_tokens", "gen_ai.usage.cache_creation_input_tokens"),
+    "written": (
+        "gen_ai.usage.cache_creation.input_tokens",
+        "gen_ai.usage.cache_creation_input_tokens",
+    ),
 }
 _DEEPEST = 32
 _MOST_FOREIGN = 8
@@ -124,7 +136,10 @@ class Otlp(TranscriptReader):
         self._foreign: dict[str, FilePlace] = {}
 
     def read(self, data: bytes, place: FilePlace) -> bool:
-        if not any(key in data[:4096] or key in data for key in (b'"resourceSpans"', b'"resourceLogs"', b'"resourceMetrics"')):
+        if not any(
+            key in data[:4096] or key in data
+            for key in (b'"resourceSpans"', b'"resourceLogs"', b'"resourceMetrics"')
+        ):
             return False
         try:
             export = _decode(data)
@@ -138,12 +153,24 @@ class Otlp(TranscriptReader):
         for scopes in [*(export.spans or ()), *(export.logs or ())]:
             service = _convert_attributes(scopes.resource.attributes if scopes.resource else None)
             found += [
-                _Call(read_time(span.start), _convert_attributes(span.attributes), span.events or (), span.trace or "", service)
+                _Call(
+                    read_time(span.start),
+                    _convert_attributes(span.attributes),
+                    span.events or (),
+                    span.trace or "",
+                    service,
+                )
                 for scope in scopes.spans or ()
                 for span in scope.spans or ()
             ]
             found += [
-                _Call(read_time(record.time), _convert_attributes(record.attributes), (), record.trace or "", service)
+                _Call(
+                    read_time(record.time),
+                    _convert_attributes(record.attributes),
+                    (),
+                    record.trace or "",
+                    service,
+                )
                 for scope in scopes.logs or ()
                 for record in scope.records or ()
             ]
@@ -157,23 +184,34 @@ class Otlp(TranscriptReader):
     def close(self) -> None:
         if not self._read_any:  # otherwise the other spans repeat the calls
             for key, place in self._foreign.items():
-                self._runs.pass_over(self.kind, UnknownLineError(f"spans with messages in {key} alone", "unread"), place)
+                self._runs.pass_over(
+                    self.kind,
+                    UnknownLineError(f"spans with messages in {key} alone", "unread"),
+                    place,
+                )
         self._followed.close()
 
     def _take(self, span: _Call, place: FilePlace) -> None:
         attributes = span.attributes
         messages = _list_messages(attributes, span.events)
         if not messages:
-            if _find(attributes, _CALLED) is not None and attributes.get("gen_ai.operation.name") not in _OTHER_SPANS:
+            if (
+                _find(attributes, _CALLED) is not None
+                and attributes.get("gen_ai.operation.name") not in _OTHER_SPANS
+            ):
                 self._read_any = True
                 where = ", ".join(_list_speaking(attributes))
-                form = f"messages in {where}" if where else "no messages, or messages in another form"
+                form = (
+                    f"messages in {where}" if where else "no messages, or messages in another form"
+                )
                 raise UnknownLineError(f"a call of a model with {form}", "unread")
             for key in _list_speaking(attributes)[: _MOST_FOREIGN - len(self._foreign)]:
                 self._foreign.setdefault(key, place)
             return  # not a model call
         self._read_any = True
-        calling = "gen_ai.tool.definitions" in attributes or any("tool_calls" in message for message in messages)
+        calling = "gen_ai.tool.definitions" in attributes or any(
+            "tool_calls" in message for message in messages
+        )
         body = _encode({"messages": messages, **({"tools": [{"name": "any"}]} if calling else {})})
         counts = {name: _number(_find(attributes, keys)) for name, keys in _COUNTS.items()}
         usage = read_usage(counts["input"], counts["output"], counts["read"], counts["written"])
@@ -189,7 +227,11 @@ class Otlp(TranscriptReader):
 
 def _list_speaking(attributes: Mapping[str, Any]) -> list[str]:
     """Attributes that seem to contain a conversation."""
-    return [key for key, value in attributes.items() if _SPEAKING.search(key) and isinstance(_parse(value), list | dict)]
+    return [
+        key
+        for key, value in attributes.items()
+        if _SPEAKING.search(key) and isinstance(_parse(value), list | dict)
+    ]
 
 
 def _find(attributes: Mapping[str, Any], names: Iterable[str]) -> Any:  # noqa: ANN401  # JSON
@@ -211,11 +253,22 @@ def _convert_any_value(value: Any, deeper: int) -> Any:  # noqa: ANN401  # JSON
     for kind, inner in value.items():
         if kind == "arrayValue" and isinstance(inner, dict):
             listed = inner.get("values")
-            return [_convert_any_value(each, deeper - 1) for each in listed] if isinstance(listed, list) else []
+            return (
+                [_convert_any_value(each, deeper - 1) for each in listed]
+                if isinstance(listed, list)
+                else []
+            )
         if kind == "kvlistValue" and isinstance(inner, dict):
             pairs = inner.get("values")
-            named = [pair for pair in pairs if isinstance(pair, dict)] if isinstance(pairs, list) else []
-            return {str(pair.get("key")): _convert_any_value(pair.get("value"), deeper - 1) for pair in named}
+            named = (
+                [pair for pair in pairs if isinstance(pair, dict)]
+                if isinstance(pairs, list)
+                else []
+            )
+            return {
+                str(pair.get("key")): _convert_any_value(pair.get("value"), deeper - 1)
+                for pair in named
+            }
         if kind.endswith("Value"):
             return inner
     return None
@@ -234,14 +287,20 @@ def _parse(value: Any) -> Any:  # noqa: ANN401  # JSON
 def _list_messages(attributes: Mapping[str, Any], events: Iterable[_Event]) -> list[dict[str, Any]]:
     given = _parse(attributes.get(_INPUT))
     if isinstance(given, list):
-        return [message for each in given if isinstance(each, dict) for message in _write_message(each)]
+        return [
+            message for each in given if isinstance(each, dict) for message in _write_message(each)
+        ]
     numbered: dict[int, dict[str, Any]] = {}
     for key, value in attributes.items():
         match = _NUMBERED.fullmatch(key)
         if match is not None:
             numbered.setdefault(int(match[1]), {})[match[2]] = value
     if numbered:
-        return [message for _, fields in sorted(numbered.items()) for message in _write_message(_join_numbered(fields))]
+        return [
+            message
+            for _, fields in sorted(numbered.items())
+            for message in _write_message(_join_numbered(fields))
+        ]
     messages = []
     for event in events:
         named = _convert_attributes(event.attributes)
@@ -262,7 +321,9 @@ def _join_numbered(fields: Mapping[str, Any]) -> dict[str, Any]:
             calls.setdefault(int(match[1]), {})[match[2]] = value
     whole = {key: value for key, value in fields.items() if not key.startswith("tool_calls.")}
     if calls:
-        whole["tool_calls"] = [{"id": call.get("id"), "function": call} for _, call in sorted(calls.items())]
+        whole["tool_calls"] = [
+            {"id": call.get("id"), "function": call} for _, call in sorted(calls.items())
+        ]
     return whole
 
 
@@ -284,7 +345,9 @@ def _write_message(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             calls.append(_write_call(identity, part.get("name"), part.get("arguments")))
         elif kind == "tool_call_response":
             result = part.get("response", part.get("result"))
-            results.append({"role": "tool", "tool_call_id": str(identity or ""), "content": read_text(result)})
+            results.append(
+                {"role": "tool", "tool_call_id": str(identity or ""), "content": read_text(result)}
+            )
         elif isinstance(kind, str) and _CALLING.search(kind) and kind not in _SERVER_CALLS:
             raise UnknownLineError(f"a part of an unknown kind: {kind}", "unread")
         elif kind != "reasoning":
@@ -312,5 +375,13 @@ def _write_plain(message: Mapping[str, Any], role: str) -> dict[str, Any]:
 
 
 def _write_call(identity: Any, name: Any, arguments: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
-    given = arguments if isinstance(arguments, str) else _encode(arguments if arguments is not None else {}).decode()
-    return {"id": str(identity or ""), "type": "function", "function": {"name": str(name or ""), "arguments": given}}
+    given = (
+        arguments
+        if isinstance(arguments, str)
+        else _encode(arguments if arguments is not None else {}).decode()
+    )
+    return {
+        "id": str(identity or ""),
+        "type": "function",
+        "function": {"name": str(name or ""), "arguments": given},
+    }

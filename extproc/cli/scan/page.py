@@ -11,15 +11,27 @@ from markupsafe import Markup
 
 from extproc.cli.commands import write_number
 from extproc.cli.scan.report import GROUPS
-from extproc.cli.scan.show import list_problems, list_rows, list_steps, summarize, write_dollars, write_path
+from extproc.cli.scan.show import (
+    list_problems,
+    list_rows,
+    list_steps,
+    summarize,
+    write_dollars,
+    write_path,
+)
 
 _ROWS = 50
 
 
 def render_scan(document: Mapping[str, Any]) -> str:
     groups = [(group, list_rows(document, group, _ROWS)) for group in GROUPS]
-    highest = {group: max((row["after_note"]["tokens"] for row in rows), default=0) or 1 for group, rows in groups}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    highest = {
+        group: max((row["after_note"]["tokens"] for row in rows), default=0) or 1
+        for group, rows in groups
+    }
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["number"] = "{:,}".format
     folder = files("extproc.cli.scan")
     environment.globals["style"] = Markup(folder.joinpath("page.css").read_text(encoding="utf-8"))  # noqa: S704  # our own file

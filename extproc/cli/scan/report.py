@@ -116,7 +116,11 @@ class ScanReport:
         about, day = run.about, (_write_moment(run.first) or NONE)[:10]
         self._kinds[about.kind] = self._kinds.get(about.kind, 0) + 1
         self._all.add_run(run)
-        for group, name in (("day", day), ("project", about.project or NONE), ("agent", about.agent or NONE)):
+        for group, name in (
+            ("day", day),
+            ("project", about.project or NONE),
+            ("agent", about.agent or NONE),
+        ):
             self._group(group, name).add_run(run)
         for loop in run.loops:
             for tool in loop.tools[:1] or ("no tool",):
@@ -126,7 +130,10 @@ class ScanReport:
                 sums.looped += is_loop(loop)
             self._keep(run, loop, calls)
         if run.first:
-            self._first, self._last = min(self._first or run.first, run.first), max(self._last, run.last)
+            self._first, self._last = (
+                min(self._first or run.first, run.first),
+                max(self._last, run.last),
+            )
         self._estimated = self._estimated or run.estimated
 
     def _add_total(self, run: RunReport) -> None:
@@ -139,7 +146,9 @@ class ScanReport:
         total.looped = total.looped or any(is_loop(loop) for loop in run.loops)
         total.steps += run.spent.calls
         total.tokens += run.spent.tokens
-        total.nanos = None if total.nanos is None or run.spent.unpriced else total.nanos + run.spent.nanos
+        total.nanos = (
+            None if total.nanos is None or run.spent.unpriced else total.nanos + run.spent.nanos
+        )
         total.tools.update(run.tools)
         if total.agents is not None and about.session != root:
             total.agents += 1
@@ -150,7 +159,9 @@ class ScanReport:
         A call without an identity is a copy if a later one is, because copies begin at the start.
         """
         identities = run.calls[::IDENTIFIED]
-        last = max((at for at, identity in enumerate(identities) if identity in self._known), default=-1)
+        last = max(
+            (at for at, identity in enumerate(identities) if identity in self._known), default=-1
+        )
         copied = {
             at + 1: Spent(1, *run.calls[at * IDENTIFIED + 1 : (at + 1) * IDENTIFIED])
             for at, identity in enumerate(identities[: last + 1])
@@ -168,14 +179,22 @@ class ScanReport:
 
     def _sort(self, group: str) -> list[tuple[str, _GroupTotals]]:
         listed = sorted(self._groups[group].items())
-        return listed if group == "day" else sorted(listed, key=lambda item: (-item[1].after_note.tokens, -item[1].looped))
+        return (
+            listed
+            if group == "day"
+            else sorted(listed, key=lambda item: (-item[1].after_note.tokens, -item[1].looped))
+        )
 
     def _keep(self, run: RunReport, loop: FoundLoop, calls: int) -> None:
         self._number += 1
         written = _write_loop(run, loop, calls)
         if len(self._kept) < _MOST_KEPT:
             self._kept.append(written)
-        rank = (int(is_loop(loop)), loop.after_note.nanos, loop.after_note.tokens or loop.after_note.calls)
+        rank = (
+            int(is_loop(loop)),
+            loop.after_note.nanos,
+            loop.after_note.tokens or loop.after_note.calls,
+        )
         item = (rank, -self._number, written)
         if len(self._worst) < self._top:
             heappush(self._worst, item)
@@ -193,8 +212,14 @@ class ScanReport:
             "estimated": self._estimated,
             "copies": self._copies,
             **self._all.write(),
-            "by": {group: [{"name": name, **each.write()} for name, each in self._sort(group)] for group in GROUPS},
-            "worst": [written for _, _, written in sorted(self._worst, key=lambda item: item[:2], reverse=True)],
+            "by": {
+                group: [{"name": name, **each.write()} for name, each in self._sort(group)]
+                for group in GROUPS
+            },
+            "worst": [
+                written
+                for _, _, written in sorted(self._worst, key=lambda item: item[:2], reverse=True)
+            ],
             "limits": recommend_limits(list(self._totals.values())),
             "found": sorted(self._kept, key=lambda loop: (loop["began"] or "", loop["place"])),
             "problems": {
@@ -202,7 +227,9 @@ class ScanReport:
                     "count": found.count,
                     "what": PROBLEMS[kind].format(longest=f"{LONGEST // 2**20} MiB"),
                     "harmless": kind in HARMLESS,
-                    "names": dict(sorted(found.names.items(), key=lambda item: (-item[1], item[0]))),
+                    "names": dict(
+                        sorted(found.names.items(), key=lambda item: (-item[1], item[0]))
+                    ),
                     "first": [str(place) for place in found.places],
                 }
                 for kind, found in self.problems.by_kind.items()
@@ -217,7 +244,13 @@ def _leave_out(run: RunReport, copied: Mapping[int, Spent]) -> RunReport:
         if loop.ends in copied:
             continue
         noted, stopped = [
-            spent.minus(*[price for number, price in copied.items() if first and first <= number <= loop.ends])
+            spent.minus(
+                *[
+                    price
+                    for number, price in copied.items()
+                    if first and first <= number <= loop.ends
+                ]
+            )
             for first, spent in ((loop.noted, loop.after_note), (loop.stopped, loop.after_stop))
         ]
         left.loops.append(msgspec.structs.replace(loop, after_note=noted, after_stop=stopped))
@@ -254,8 +287,17 @@ def _write_loop(run: RunReport, loop: FoundLoop, calls: int) -> dict[str, Any]:
 
 def _write_spent(spent: Spent) -> dict[str, Any]:
     dollars = None if spent.unpriced and not spent.nanos else round(spent.nanos / 1e9, 6)
-    return {"calls": spent.calls, "tokens": spent.tokens, "dollars": dollars, "unpriced_tokens": spent.unpriced}
+    return {
+        "calls": spent.calls,
+        "tokens": spent.tokens,
+        "dollars": dollars,
+        "unpriced_tokens": spent.unpriced,
+    }
 
 
 def _write_moment(milliseconds: int) -> str | None:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if milliseconds else None
+    return (
+        datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        if milliseconds
+        else None
+    )

@@ -1,7 +1,8 @@
 """Reads logs of requests to models, one JSON value each, for any API that Loopguard knows.
 
-The body is the value itself, or a member such as `request` or `body`, as an object or a string. A response next to it has the
-tokens. Each request contains its history; the chain links requests of a conversation, as it does live.
+The body is the value itself, or a member such as `request` or `body`, as an object or a string. A
+response next to it has the tokens. Each request contains its history; the chain links requests of a
+conversation, as it does live.
 """
 
 from __future__ import annotations
@@ -43,16 +44,36 @@ _MOST_OPEN = 2_000
 _OPENING = 512
 """Texts with this number of equal first bytes belong to one conversation."""
 
-_BODIES: Final = ("request", "body", "request_body", "requestBody", "payload", "input", "kwargs", "loop_record")
+_BODIES: Final = (
+    "request",
+    "body",
+    "request_body",
+    "requestBody",
+    "payload",
+    "input",
+    "kwargs",
+    "loop_record",
+)
 _RESPONSES: Final = ("response", "response_body", "responseBody", "output", "completion")
-_TIMES: Final = ("time", "timestamp", "ts", "created_at", "createdAt", "startTime", "start_time", "date", "created")
+_TIMES: Final = (
+    "time",
+    "timestamp",
+    "ts",
+    "created_at",
+    "createdAt",
+    "startTime",
+    "start_time",
+    "date",
+    "created",
+)
 _PATHS: Final = ("path", "url", "uri", "endpoint")
 _AGENTS: Final = ("agent", "agent_name", "service", "app", "application")
 _HEADS: Final = frozenset(shape.path[0] for api in APIS for shape in api.shapes)
 """Keys of bodies that contain conversations."""
 
 _COUNTED: Final = sorted(
-    {place.split(".")[0] for places in COUNT_PLACES.values() for place in places} - {"message", "response"}
+    {place.split(".")[0] for places in COUNT_PLACES.values() for place in places}
+    - {"message", "response"}
 )
 """Keys of token counts in responses, which may also be next to a request."""
 
@@ -63,7 +84,9 @@ _LOOKED_AT: Final = 64
 _CALLS: Final = re.compile("tool|call|func|action", re.IGNORECASE)
 _CONTENTS: Final = re.compile("(?:content|refusal|audio|(?:tool|function)_calls?)$")
 _NOTHING: Final = len("null")
-_BESIDE: Final = frozenset({"annotations", "reasoning_details", "thinking_blocks", "experimental_attachments"})
+_BESIDE: Final = frozenset(
+    {"annotations", "reasoning_details", "thinking_blocks", "experimental_attachments"}
+)
 """Lists in answers that contain no content and no calls."""
 
 _OBJECTS: Final = re.compile(rb"\[\s*\{")
@@ -111,7 +134,9 @@ class FollowedRequests:
             speakers = conversation.list_speakers()
             place = find_place(conversation, prefilled=False)
             messages = _list_messages(body, conversation.shape.path)
-            if ASSISTANT not in speakers and self._take_text(body, messages, conversation, call, about):
+            if ASSISTANT not in speakers and self._take_text(
+                body, messages, conversation, call, about
+            ):
                 return
             if foreign := _find_foreign(conversation, messages):
                 raise UnknownLineError(foreign, "unread")
@@ -120,7 +145,9 @@ class FollowedRequests:
         if place is None or len(messages) != len(speakers):
             raise UnknownLineError(unread or "messages that cannot be told apart", "unread")
         turns = _split_turns(messages, speakers)
-        answered = next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT  # not a request
+        answered = (
+            next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT
+        )  # not a request
         followed = self._find_conversation(place)
         if followed is None:
             followed = self._begin(about, conversation)
@@ -134,7 +161,12 @@ class FollowedRequests:
         self._keep(followed, place)
 
     def _take_text(
-        self, body: bytes, messages: Sequence[bytes], conversation: Conversation, call: ModelCall, about: About
+        self,
+        body: bytes,
+        messages: Sequence[bytes],
+        conversation: Conversation,
+        call: ModelCall,
+        about: About,
     ) -> bool:
         """Take a request whose history is a text, such as a scratchpad; returns False for others."""
         newest = next(conversation.read_backwards(), None)
@@ -165,7 +197,14 @@ class FollowedRequests:
     def _find_at(self, *nodes: bytes) -> _Followed | None:
         """The conversation whose newest node is the first of these, or None."""
         found = (self._open.get(self._nodes.get(node, -1)) for node in nodes)
-        return next((each for each, node in zip(found, nodes, strict=True) if each is not None and each.node == node), None)
+        return next(
+            (
+                each
+                for each, node in zip(found, nodes, strict=True)
+                if each is not None and each.node == node
+            ),
+            None,
+        )
 
     def _begin(self, about: About, conversation: Conversation) -> _Followed:
         if len(self._open) >= _MOST_OPEN:
@@ -178,7 +217,9 @@ class FollowedRequests:
         followed = self._open[self._number] = _Followed(self._number, run)
         return followed
 
-    def _replay(self, followed: _Followed, turns: Sequence[_Turn], call: ModelCall, *, known: bool) -> None:
+    def _replay(
+        self, followed: _Followed, turns: Sequence[_Turn], call: ModelCall, *, known: bool
+    ) -> None:
         """Add the turns in the first request of a conversation; their calls count unless they are `known`."""
         size = 0
         for each in turns:
@@ -200,7 +241,9 @@ class FollowedRequests:
         followed.node, followed.own = place.node, place.own
         self._nodes[place.node] = number
         if place.own:
-            self._suffixes[place.own] = number if self._suffixes.get(place.own, number) == number else None
+            self._suffixes[place.own] = (
+                number if self._suffixes.get(place.own, number) == number else None
+            )
 
 
 class Requests(TranscriptReader):
@@ -221,13 +264,31 @@ class Requests(TranscriptReader):
         body, inside, around = found
         everything = [values, around]
         model = find_model(_read_text(everything, _PATHS), cut_name(_open(inside.get("model"))))
-        response = next((raw for outer in everything for name in _RESPONSES if (raw := outer.get(name)) is not None), None)
+        response = next(
+            (
+                raw
+                for outer in everything
+                for name in _RESPONSES
+                if (raw := outer.get(name)) is not None
+            ),
+            None,
+        )
         usage, estimated = _read_usage(response, values, body)
-        time = next((time for outer in everything for name in _TIMES if (time := read_time(_open(outer.get(name))))), 0)
+        time = next(
+            (
+                time
+                for outer in everything
+                for name in _TIMES
+                if (time := read_time(_open(outer.get(name))))
+            ),
+            0,
+        )
         agent = _read_text(everything, _AGENTS)
         about = About(self.kind, "", name_folder(place.file), cut_name(agent))
         try:
-            self._followed.take(body, ModelCall(place, time, cut_name(model), usage, estimated), about)
+            self._followed.take(
+                body, ModelCall(place, time, cut_name(model), usage, estimated), about
+            )
         except UnknownLineError as unknown:
             keys = _list_first_keys(body) if unknown.name == NO_MESSAGES else ""
             if not keys:
@@ -279,8 +340,16 @@ def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
 def _list_first_keys(body: bytes) -> str:
     try:
         values = _values.decode(body)
-        listed = [_list.decode(values[key]) for key in _HEADS if bytes(values.get(key, b"")).startswith(b"[")]
-        keys = [", ".join(sorted(_values.decode(messages[0]))[:_MOST_KEYS]) for messages in listed if messages]
+        listed = [
+            _list.decode(values[key])
+            for key in _HEADS
+            if bytes(values.get(key, b"")).startswith(b"[")
+        ]
+        keys = [
+            ", ".join(sorted(_values.decode(messages[0]))[:_MOST_KEYS])
+            for messages in listed
+            if messages
+        ]
     except BAD_JSON:
         return ""
     return keys[0] if keys else ""
@@ -289,7 +358,9 @@ def _list_first_keys(body: bytes) -> str:
 def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
     """Describe content of the newest answers in an unknown form, such as an SDK's own, which would hide loops."""
     read = (part for message in conversation.read_backwards() for part in message.read_parts())
-    if all(part.kind == OTHER and part.value is ABSENT for part in read):  # no content under the API's keys
+    if all(
+        part.kind == OTHER and part.value is ABSENT for part in read
+    ):  # no content under the API's keys
         return "messages with their content under unknown keys"
     newest = list(islice(conversation.read_backwards(), _LOOKED_AT))
     chat = conversation.shape.path == ("messages",)
@@ -297,10 +368,20 @@ def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
         return "messages without a role"
     answers = [message for message in newest if message.speaker == ASSISTANT]
     parts = [part for message in answers for part in message.read_parts()]
-    kinds = {kind for part in parts if part.kind == OTHER for kind in [_name_kind(part.value)] if _CALLS.search(kind)}
+    kinds = {
+        kind
+        for part in parts
+        if part.kind == OTHER
+        for kind in [_name_kind(part.value)]
+        if _CALLS.search(kind)
+    }
     if kinds and all(part.kind != CALL for part in parts):
         return f"calls of unknown kinds: {', '.join(sorted(kinds))}"
-    keys = {key for message in messages[-_LOOKED_AT:] for key in _list_foreign_keys(message)} if chat else set()
+    keys = (
+        {key for message in messages[-_LOOKED_AT:] for key in _list_foreign_keys(message)}
+        if chat
+        else set()
+    )
     return f"answers with their content under {', '.join(sorted(keys))}" if keys else ""
 
 
@@ -322,7 +403,9 @@ def _list_foreign_keys(message: bytes) -> list[str]:
     said = any(len(value) > _NOTHING for key, value in values.items() if _CONTENTS.match(key))
     if said or not isinstance(role, str) or role not in ASSISTANTS:
         return []
-    return [key for key, value in values.items() if key not in _BESIDE and _OBJECTS.match(bytes(value))]
+    return [
+        key for key, value in values.items() if key not in _BESIDE and _OBJECTS.match(bytes(value))
+    ]
 
 
 def _split_turns(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:
@@ -339,9 +422,17 @@ def _split_turns(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Tu
     return turns
 
 
-def _list_new(turns: Sequence[_Turn], shown: Sequence[Spoken], place: ChainPlace, node: bytes) -> list[list[bytes]]:
+def _list_new(
+    turns: Sequence[_Turn], shown: Sequence[Spoken], place: ChainPlace, node: bytes
+) -> list[list[bytes]]:
     """The messages that a request adds to the request at a node, by turn; the first turn may be partly known."""
-    links = place.links[::-1].index(node) if node in place.links else len(shown[-1].hashes) if shown else 0
+    links = (
+        place.links[::-1].index(node)
+        if node in place.links
+        else len(shown[-1].hashes)
+        if shown
+        else 0
+    )
     new: list[list[bytes]] = []
     for turn, said in zip(reversed(turns), reversed(shown), strict=False):
         if links <= 0:
@@ -374,7 +465,9 @@ def _read_usage(response: msgspec.Raw | None, values: Values, body: bytes) -> tu
         answer = _open(msgspec.Raw(answer.encode("utf-8", "surrogatepass")))
     beside = {name: _open(values.get(name)) for name in _COUNTED}
     told = {
-        name: count for name, places in COUNT_PLACES.items() if (count := _find_count((answer, beside), places)) is not None
+        name: count
+        for name, places in COUNT_PLACES.items()
+        if (count := _find_count((answer, beside), places)) is not None
     }
     prompt, output = told.get("input"), told.get("output")
     cached = told.get("cached", 0)

@@ -12,7 +12,9 @@ from extproc.cli.scan.watch import Judging, RunReport, Watch
 class Runs:
     """The conversations of one file, and the problems with its lines."""
 
-    def __init__(self, judging: Judging, problems: Problems, done: Callable[[RunReport], None]) -> None:
+    def __init__(
+        self, judging: Judging, problems: Problems, done: Callable[[RunReport], None]
+    ) -> None:
         self._judging = judging
         self._problems = problems
         self._done = done

@@ -90,7 +90,9 @@ def cut_name(name: object) -> str:
 
 def identify(*parts: str | bytes) -> int:
     """Hash the unique parts of a call to 63 bits; never 0."""
-    raw = [part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts]
+    raw = [
+        part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts
+    ]
     return int.from_bytes(blake2b(b"\0".join(raw), digest_size=8).digest(), "big") >> 1 or 1
 
 
@@ -108,7 +110,9 @@ def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
             moment = datetime.fromisoformat(value)
         except ValueError:
             return 0
-        return round((moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+        return round(
+            (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp() * 1000
+        )
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         return 0
     while value >= _MILLISECONDS_FROM * 1000:
@@ -119,7 +123,13 @@ def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
 
 def count_tokens(value: object) -> int:
     """A number of tokens, or 0 if invalid."""
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_TOKENS else 0
+    return (
+        int(value)
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value < _MOST_TOKENS
+        else 0
+    )
 
 
 def read_usage(prompt: object, output: object, read: object = 0, written: object = 0) -> Usage:

@@ -1,8 +1,8 @@
 """Judges the calls of a conversation one by one, with the detector `turns` of the preset `agents`.
 
-A live request contains all turns so far, of which the detector reads the newest 32. Here each turn is read once, from a body
-with the messages that a client would have sent. Loops are found in the collected turns, by the same code as for a request.
-`tests/unit/cli/scan` compares both.
+A live request contains all turns so far, of which the detector reads the newest 32. Here each turn
+is read once, from a body with the messages that a client would have sent. Loops are found in the
+collected turns, by the same code as for a request. `tests/unit/cli/scan` compares both.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class RunReport(msgspec.Struct):
         estimated: whether some tokens are estimated.
         loops: its loops.
         unread: number of calls that could not be judged, by reason.
-        calls: four numbers per call: identity, and tokens, nanos and unpriced tokens as in `Spent`. Empty if no call has an
-            identity; only the first calls of very long conversations.
+        calls: four numbers per call: identity, and tokens, nanos and unpriced tokens as in `Spent`.
+            Empty if no call has an identity; only the first calls of very long conversations.
         tools: number of calls by tool, for the first 1,000 tools.
     """
 
@@ -161,7 +161,9 @@ class Judging:
     def __init__(self, *, show: bool) -> None:
         engine = Engine(load([find_preset(DEFAULT_PRESET)], datetime.now(UTC)), datetime.now(UTC))
         self.detector, self.turns = next(
-            (each, each.similarity) for each in engine.plans[0].detectors if isinstance(each.similarity, Turns)
+            (each, each.similarity)
+            for each in engine.plans[0].detectors
+            if isinstance(each.similarity, Turns)
         )
         self.rates = Rates({}, None)
         self.show = show
@@ -169,7 +171,9 @@ class Judging:
     def find_unread(self, body: bytes) -> str:
         """Why the detector cannot judge a request with this body, or empty."""
         most = self.detector.max_inspect_bytes
-        document = Document(body) if len(body) <= most else make_excerpt(Excerpt(LIST_PATHS, most), body)
+        document = (
+            Document(body) if len(body) <= most else make_excerpt(Excerpt(LIST_PATHS, most), body)
+        )
         if document is None:
             return "inspect_limit"
         try:
@@ -189,13 +193,25 @@ class Judging:
 class Watch:
     """Judges one conversation; `about` may change until the first call."""
 
-    def __init__(self, judging: Judging, about: About, key: str, done: Callable[[RunReport], None], *, tools: bool) -> None:
+    def __init__(
+        self,
+        judging: Judging,
+        about: About,
+        key: str,
+        done: Callable[[RunReport], None],
+        *,
+        tools: bool,
+    ) -> None:
         self._judging = judging
         self._done = done
         self._opening = b'{"%b":[' % key.encode()
         self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
-        self._turns: deque[AnyTurn | NotCounted] = deque(maxlen=USUAL_TURNS)  # newest first; or why one is unreadable
-        self._origins: deque[_Origin | None] = deque(maxlen=USUAL_TURNS)  # of these turns; None for copies
+        self._turns: deque[AnyTurn | NotCounted] = deque(
+            maxlen=USUAL_TURNS
+        )  # newest first; or why one is unreadable
+        self._origins: deque[_Origin | None] = deque(
+            maxlen=USUAL_TURNS
+        )  # of these turns; None for copies
         self._called: deque[list[str]] = deque(maxlen=USUAL_TURNS)  # tools called in these turns
         self._tools: Counter[str] = Counter()
         self._newest: _Origin | None = None
@@ -228,7 +244,8 @@ class Watch:
     def add(self, messages: Sequence[bytes]) -> None:
         """Add an answer and the messages after it, in an API's form.
 
-        Some messages must be read together with those before them: an answer without messages after it may be a thought of the
+        Some messages must be read together with those before them: an answer without messages after
+            it may be a thought of the
         next one, and messages after an empty answer belong to the answer before it.
         """
         if self._unanswered or (not self._add(messages) and self._recent):
@@ -253,7 +270,9 @@ class Watch:
         called = [name for _ in range(count) for name in self._called.popleft()]
         self._tools.subtract(called)
         self._unanswered = False
-        if not self._add([*self._recent, *messages]):  # the earlier ones become unreadable, too, as live
+        if not self._add(
+            [*self._recent, *messages]
+        ):  # the earlier ones become unreadable, too, as live
             self._tools.update(called)
 
     def _take(self, data: bytes) -> Turn | None:
@@ -269,7 +288,9 @@ class Watch:
         for turn in reversed(read):
             names = _list_calls(turn)
             self._called.appendleft(names)
-            self._tools.update(name for name in names if name in self._tools or len(self._tools) < _MOST_TOOLS)
+            self._tools.update(
+                name for name in names if name in self._tools or len(self._tools) < _MOST_TOOLS
+            )
             kept: AnyTurn = turn
             if len(data) > _LARGE and isinstance(turn, Turn):
                 with suppress(NotCounted):
@@ -287,10 +308,15 @@ class Watch:
         report.spent = before.plus(price)
         self._identified = self._identified or call.identity > 0
         if len(report.calls) < _MOST_IDENTIFIED * IDENTIFIED:
-            report.calls.extend((call.identity, price.tokens, min(price.nanos, _MOST_NANOS), price.unpriced))
+            report.calls.extend(
+                (call.identity, price.tokens, min(price.nanos, _MOST_NANOS), price.unpriced)
+            )
         report.estimated = report.estimated or call.estimated
         if call.time:
-            report.first, report.last = min(report.first or call.time, call.time), max(report.last, call.time)
+            report.first, report.last = (
+                min(report.first or call.time, call.time),
+                max(report.last, call.time),
+            )
         found, history = self.judge(report, unread)
         if found is not None:
             self._note(report, call, found, history, before)
@@ -323,7 +349,9 @@ class Watch:
                 raise turn.renew()
             yield turn
 
-    def _note(self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent) -> None:
+    def _note(
+        self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent
+    ) -> None:
         number = before.calls + 1
         back = min(_count_back(found, history), history.count_since_person() - 1)
         own = [origin for origin in list(self._origins)[: back + 1] if origin is not None]
@@ -345,7 +373,9 @@ class Watch:
         if loop.stopped:
             loop.after_stop = report.spent.minus(self._before[1])
         known, loop.rule, loop.what = loop.rule, found.rule, self._judging.turns.explain(found)[0]
-        loop.tools = tuple(dict.fromkeys([*loop.tools, *[tool for tool in found.tools if tool]]))[:_MOST_SHOWN]
+        loop.tools = tuple(dict.fromkeys([*loop.tools, *[tool for tool in found.tools if tool]]))[
+            :_MOST_SHOWN
+        ]
         loop.strong = loop.strong or found.strength == STRONG
         if not loop.turns or loop.rule != known:
             loop.turns = self._show(found)
@@ -359,13 +389,21 @@ class Watch:
             if isinstance(turn, Turn):
                 sizes = turn.did.size, len(turn.result.encode("utf-8", "surrogatepass"))
                 text = turn.show(_SHOWN) if self._judging.show else ""
-            shown.append(ShownTurn(kept.action_hash.hex()[:8], sizes[0], kept.normalized.hex()[:8], sizes[1], text))
+            shown.append(
+                ShownTurn(
+                    kept.action_hash.hex()[:8], sizes[0], kept.normalized.hex()[:8], sizes[1], text
+                )
+            )
         return shown
 
 
 def _list_calls(turn: AnyTurn) -> list[str]:
     try:
-        return [cut_name(part.name) for part in turn.parts if part.kind == CALL] if isinstance(turn, Turn) else []
+        return (
+            [cut_name(part.name) for part in turn.parts if part.kind == CALL]
+            if isinstance(turn, Turn)
+            else []
+        )
     except NotCounted:
         return []
 

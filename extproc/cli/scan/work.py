@@ -56,7 +56,8 @@ def scan_files(
     """Scan files; `advance` is called with the number of bytes read since the last call."""
     batches = _divide(files)
     processes = min(processes, len(batches))
-    if processes < 2 or sum(file.size for file in files) < _WORTH_SHARING:  # noqa: PLR2004  # scan here
+    # Scan here
+    if processes < 2 or sum(file.size for file in files) < _WORTH_SHARING:  # noqa: PLR2004
         judging = Judging(show=task.show)
         for batch in batches:
             yield _scan(batch, task, judging, advance)
@@ -75,7 +76,9 @@ def scan_files(
                     told = now
                 yield each.result()
         except BrokenProcessPool:
-            raise LoopguardError("a process ended unexpectedly, perhaps for lack of memory: try --jobs 1") from None
+            raise LoopguardError(
+                "a process ended unexpectedly, perhaps for lack of memory: try --jobs 1"
+            ) from None
         except BaseException:  # including Ctrl-C
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
@@ -95,7 +98,9 @@ def _divide(files: Sequence[FoundFile]) -> list[list[str]]:
     return batches
 
 
-def _scan(batch: Sequence[str], task: ScanTask, judging: Judging, advance: Callable[[int], object]) -> BatchReport:
+def _scan(
+    batch: Sequence[str], task: ScanTask, judging: Judging, advance: Callable[[int], object]
+) -> BatchReport:
     problems, runs = Problems(), []
 
     def take(report: RunReport) -> None:

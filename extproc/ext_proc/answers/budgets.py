@@ -1,4 +1,6 @@
-"""What clients learn about budgets: `RateLimit` headers of refusals, and the same as metadata of requests that continue.
+"""What clients learn about budgets.
+
+`RateLimit` headers of refusals, and the same as metadata of requests that continue.
 
 There are no headers for dollars, because their values are whole numbers.
 """
@@ -26,7 +28,9 @@ _KEYS: Final = ("ratelimit_limit", "ratelimit_remaining", "ratelimit_reset", "ra
 _NONE: Final[list[Reservation]] = []
 
 
-def _write_rate_limit(policy: str, limit: int, left: int, seconds: int) -> tuple[str, str, str, str]:
+def _write_rate_limit(
+    policy: str, limit: int, left: int, seconds: int
+) -> tuple[str, str, str, str]:
     """The values of `_HEADERS`; `seconds` until a budget is full again, or until the request fits.
 
     Names and values are those of Fairvisor, from two versions of
@@ -40,7 +44,13 @@ def _list_token_limit(subject: BudgetSubject) -> list[tuple[str, str]]:
     """The same as metadata for the headers `x-ratelimit-*-tokens` of model APIs, with times such as 6m0s."""
     minutes, seconds = divmod(subject.reset, 60)
     hours, minutes = divmod(minutes, 60)
-    reset = f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+    reset = (
+        f"{hours}h{minutes}m{seconds}s"
+        if hours
+        else f"{minutes}m{seconds}s"
+        if minutes
+        else f"{seconds}s"
+    )
     return [
         ("ratelimit_limit_tokens", f"{floor(subject.limit)}"),
         ("ratelimit_remaining_tokens", f"{max(0, floor(subject.left))}"),
@@ -55,7 +65,9 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
     if subject.unit != DOLLAR_UNIT:
         seconds = subject.reset if again is None else again
         headers += zip(
-            _HEADERS, _write_rate_limit(lead.policy, floor(subject.limit), floor(subject.left), seconds), strict=True
+            _HEADERS,
+            _write_rate_limit(lead.policy, floor(subject.limit), floor(subject.left), seconds),
+            strict=True,
         )
     headers += [("X-Fairvisor-Reason", subject.reason.value), ("x-loopguard-policy", lead.policy)]
     return [*headers, ("x-loopguard-rule", subject.rule)] if subject.rule.isascii() else headers
@@ -68,7 +80,12 @@ tokens."""
 
 def _find_tightest(budgets: list[BudgetGuard]) -> _Tightest:
     first = budgets[0].reserved if budgets else _NONE
-    if len(first) == 1 and len(budgets) == 1 and first[0].limit.has_headers and first[0].taken is not None:  # usually
+    if (
+        len(first) == 1
+        and len(budgets) == 1
+        and first[0].limit.has_headers
+        and first[0].taken is not None
+    ):  # usually
         only = first[0]
         return budgets[0].plan.id, only, only if only.limit.unit == TOKEN_UNIT else None
     policy, least, fewest = "", 0.0, 0.0
@@ -122,7 +139,9 @@ def write_budgets(budgets: list[BudgetGuard], calls: str) -> bytes:
     alike = not (calls or own) and tokens is None and 0 <= seconds < _LONGEST
     told = limit.answers.get(left * _LONGEST + seconds) if alike else None
     if told is None:
-        texts = list(zip(_KEYS, _write_rate_limit(policy, most // limit.units, left, seconds), strict=True))
+        texts = list(
+            zip(_KEYS, _write_rate_limit(policy, most // limit.units, left, seconds), strict=True)
+        )
         texts.insert(1, (RULE, reserved.rule.name))
         if calls:
             texts.append((SESSIONS, calls))

@@ -57,7 +57,9 @@ _REMOVE_HEADERS: Final = 2
 _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
 """Headers with checksums of the body (RFC 1864, RFC 3230, RFC 9530); removed if the body is edited."""
 
-_WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
+_WITHOUT_DIGESTS: Final = b"".join(
+    [write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS]
+)
 
 # Constants: looking up an enum value on its message class takes microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
@@ -95,7 +97,9 @@ def end_headers(answer: bytes) -> bytes:
     return answer + _LAST
 
 
-def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...]) -> Pieces:
+def replace_body(
+    body: Pieces, metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...]
+) -> Pieces:
     """The answer that lets a request continue with another body.
 
     It is written from the inside out and in pieces, because protobuf would copy the body four
@@ -117,7 +121,9 @@ def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks:
     return [head, *body, write_metadata(metadata)]
 
 
-def replace_headers(metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...], size: int) -> bytes:
+def replace_headers(
+    metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...], size: int
+) -> bytes:
     """The answer to the headers of a request whose body is handed back edited.
 
     Args:
@@ -134,7 +140,13 @@ def replace_headers(metadata: dict[str, Any], *, warning: str, marks: tuple[byte
 def hand_on(pieces: Pieces, *, ended: bool) -> bytes:
     """The answer that hands back pieces of a request's body; `ended`: the last ones."""
     size = sum([len(piece) for piece in pieces])
-    return _write_part(_REQUEST_BODY, write_head(_BODY, size) if size else b"", pieces, size, _ENDED if ended else b"")
+    return _write_part(
+        _REQUEST_BODY,
+        write_head(_BODY, size) if size else b"",
+        pieces,
+        size,
+        _ENDED if ended else b"",
+    )
 
 
 def _write_part(phase: int, head: bytes, pieces: Pieces, size: int, end: bytes) -> bytes:
@@ -145,7 +157,9 @@ def _write_part(phase: int, head: bytes, pieces: Pieces, size: int, end: bytes) 
     mutation = write_head(_BODY_MUTATION, size)
     size += len(mutation)
     response = write_head(_RESPONSE, size)
-    return b"".join([write_head(phase, size + len(response)), response, mutation, streamed, head, *pieces, end])
+    return b"".join(
+        [write_head(phase, size + len(response)), response, mutation, streamed, head, *pieces, end]
+    )
 
 
 def _write_edit(marks: tuple[bytes, ...], warning: str, size: int) -> bytes:
@@ -169,7 +183,9 @@ def hand_back(kind: str, body: bytes | memoryview) -> bytes:
         kind: `request_body` or `response_body`.
         body: an HttpBody, which has the same fields as a StreamedBodyResponse.
     """
-    return _write_part(_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY, b"", [body], len(body), b"")
+    return _write_part(
+        _REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY, b"", [body], len(body), b""
+    )
 
 
 _LAST: Final = let_pass(LAST_HEADERS)

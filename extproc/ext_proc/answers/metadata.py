@@ -71,7 +71,11 @@ def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # anything tha
         return write_text(key, value)
     before = _write_key(key)
     if isinstance(value, dict):
-        return _write_value(before, _STRUCT, b"".join([_write_entry(inner, field) for inner, field in value.items()]))
+        return _write_value(
+            before,
+            _STRUCT,
+            b"".join([_write_entry(inner, field) for inner, field in value.items()]),
+        )
     if isinstance(value, bool):
         return _write_tagged(before, _BOOLS[value])
     if isinstance(value, (int, float)):  # a union would be created for each call
@@ -104,7 +108,9 @@ def write_head(number: int, length: int) -> bytes:
         return _TAGS[number] + _LENGTHS[length]
     head = _TAGS[number]
     while length > _SEVEN_BITS:
-        head = head + _CONTINUED[length & _SEVEN_BITS]  # compiled, `+=` of bytes takes twice as long
+        head = (
+            head + _CONTINUED[length & _SEVEN_BITS]
+        )  # compiled, `+=` of bytes takes twice as long
         length >>= 7
     return head + _LENGTHS[length]
 

@@ -49,7 +49,11 @@ def refuse(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> bytes
 
 
 def refuse_budget(
-    lead: Outcome, subject: BudgetSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
+    lead: Outcome,
+    subject: BudgetSubject,
+    metadata: dict[str, Any],
+    request: HttpRequest,
+    content: Content,
 ) -> bytes:
     """The immediate response for a budget that has no room for the request.
 
@@ -57,15 +61,28 @@ def refuse_budget(
     the refusal is final.
     """
     reason, final = subject.reason, lead.retry_after is None
-    status = lead.refusal.status or (choose_status(request, content, final=True) if final else _WAIT_STATUS)
+    status = lead.refusal.status or (
+        choose_status(request, content, final=True) if final else _WAIT_STATUS
+    )
     message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
-    detail = {"error": reason.value, "message": message, "rule": subject.rule, "retry_after": lead.retry_after}
+    detail = {
+        "error": reason.value,
+        "message": message,
+        "rule": subject.rule,
+        "retry_after": lead.retry_after,
+    }
     framed = _frame(Refusal(status, message, reason.value, reason.value, detail), request, content)
-    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, list_refusal_headers(lead, subject), metadata)
+    return _make_immediate(
+        framed, _RESOURCE_EXHAUSTED, reason, list_refusal_headers(lead, subject), metadata
+    )
 
 
 def refuse_session(
-    lead: Outcome, subject: SessionSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
+    lead: Outcome,
+    subject: SessionSubject,
+    metadata: dict[str, Any],
+    request: HttpRequest,
+    content: Content,
 ) -> bytes:
     """The immediate response for a session that has used up a limit.
 
@@ -73,12 +90,22 @@ def refuse_session(
     answered; otherwise waiting does not help.
     """
     reason, final = subject.reason, lead.retry_after is None
-    status = (lead.refusal.status or choose_status(request, content, final=True)) if final else _WAIT_STATUS
+    status = (
+        (lead.refusal.status or choose_status(request, content, final=True))
+        if final
+        else _WAIT_STATUS
+    )
     error = _LOOP if reason is Reason.LOOP_DETECTED else reason.value
     kind, code = (_QUOTA, _QUOTA) if status == _PAYMENT_REQUIRED else (reason.value, error)
     message = f"{subject.write_message(lead, request.method, request.path)} ({error})"
     used, allowed = subject.shown
-    detail = {"error": error, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
+    detail = {
+        "error": error,
+        "message": message,
+        "limit": subject.limit,
+        "used": used,
+        "allowed": allowed,
+    }
     framed = _frame(Refusal(status, message, kind, code, detail), request, content)
     headers = [
         ("x-should-retry", "false") if final else ("Retry-After", str(lead.retry_after)),
@@ -97,7 +124,9 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], exchange: Exchange) -> 
     message = write_loop_message(lead, request)
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
-    status = lead.refusal.status or choose_status(request, exchange.shown, final=lead.retry_after is None)
+    status = lead.refusal.status or choose_status(
+        request, exchange.shown, final=lead.retry_after is None
+    )
     refusal = Refusal(status, message, reason.value, _LOOP, detail)
     framed = lead.subject.frame(message, request.read_header("accept"))
     if framed is None:
@@ -122,12 +151,21 @@ def write_loop_message(lead: Outcome, request: HttpRequest) -> str:
     return f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
 
 
-def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+def refuse_uncountable(
+    policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content
+) -> bytes:
     """The immediate response of a policy that refuses requests which it cannot count."""
     status, words = CHOSEN_BY_CLIENTS[why]
-    message = f"The request was refused because {words}, and policy {policy} refuses requests that it cannot count ({why})."
+    message = (
+        f"The request was refused because {words}, and policy {policy} refuses requests "
+        f"that it cannot count ({why})."
+    )
     reason = Reason.UNCOUNTABLE
-    headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value), ("x-loopguard-policy", policy)]
+    headers = [
+        ("x-should-retry", "false"),
+        ("X-Fairvisor-Reason", reason.value),
+        ("x-loopguard-policy", policy),
+    ]
     if why == RESPONSES_WEBSOCKET:
         message = (
             f"The WebSocket was refused because policy {policy} could not count the calls in it."
@@ -144,7 +182,9 @@ def refuse_killed(request: HttpRequest) -> bytes:
     return _refuse_stopped(Reason.KILL_SWITCH, KILLED_STATUS, KILLED_SECONDS, "", request, None)
 
 
-def refuse_blocked(plan: Plan, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
+def refuse_blocked(
+    plan: Plan, seconds: int, request: HttpRequest, content: Content, subject: Subject
+) -> bytes:
     """The immediate response for a request that an operator has blocked for this many more seconds."""
     status = choose_status(request, content, final=True) if plan.chooses_status else KILLED_STATUS
     return _refuse_stopped(Reason.BLOCKED, status, str(seconds), plan.id, request, content, subject)
@@ -164,7 +204,8 @@ def _refuse_stopped(  # noqa: PLR0913  # the differences between the two kinds
     Clients must not see the operator's reason, so it is omitted.
     """
     message = (
-        "An operator has blocked requests like this one. Do not send it again: tell the user, and wait for the operator."
+        "An operator has blocked requests like this one. Do not send it again: tell the user, and "
+        "wait for the operator."
         f" ({reason.value})"
     )
     framed = subject.frame(message, request.read_header("accept")) if subject is not None else None
@@ -183,8 +224,13 @@ def _refuse_stopped(  # noqa: PLR0913  # the differences between the two kinds
 def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response with `--on-store-error reject` while the store is unavailable."""
     reason = Reason.STORE_UNAVAILABLE
-    words = "The request could not be checked because the state store is unavailable. Try again shortly."
-    framed = _frame(Refusal(503, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content)
+    words = (
+        "The request could not be checked because the state store is unavailable. Try again "
+        "shortly."
+    )
+    framed = _frame(
+        Refusal(503, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content
+    )
     headers = [("Retry-After", "1"), ("X-Fairvisor-Reason", reason.value)]
     metadata = {"action": Action.REJECT.value, "reason": reason.value, **metadata}
     return _make_immediate(framed, _UNAVAILABLE, reason, headers, metadata)
@@ -195,7 +241,9 @@ def _frame(refusal: Refusal, request: HttpRequest, content: Content, answer: str
     question = Question(request, content)
     endpoint, framed = find_endpoint(question), None
     if answer and endpoint.complete is not None:
-        framed = endpoint.complete(Completion(answer, question.model, uuid4().hex, int(time())), question)
+        framed = endpoint.complete(
+            Completion(answer, question.model, uuid4().hex, int(time())), question
+        )
     return framed or endpoint.write_error(refusal, question)
 
 
@@ -212,5 +260,7 @@ def _make_immediate(
     immediate.grpc_status.status = grpc_status
     immediate.details = reason.value
     immediate.body = framed.body
-    set_headers(immediate.headers, [("content-type", framed.content_type), *framed.headers, *headers])
+    set_headers(
+        immediate.headers, [("content-type", framed.content_type), *framed.headers, *headers]
+    )
     return response.SerializeToString() + write_metadata(metadata)

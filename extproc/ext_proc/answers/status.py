@@ -24,10 +24,18 @@ _NOT_FOUND: Final = 404
 
 def choose_status(request: HttpRequest, content: Content, *, final: bool) -> int:
     """The status of a refusal that makes its client stop; `final`: waiting does not help."""
-    if final and content is not None and any(words in bytes(content) for words in ENDED_BY_NOT_FOUND):
+    if (
+        final
+        and content is not None
+        and any(words in bytes(content) for words in ENDED_BY_NOT_FOUND)
+    ):
         return _NOT_FOUND
     headers = request.headers
-    known = [client.retries for client in CLIENTS if client.header in headers and client.part in headers[client.header]]
+    known = [
+        client.retries
+        for client in CLIENTS
+        if client.header in headers and client.part in headers[client.header]
+    ]
     if any(known):
         return _FINAL
     return _FINAL if final and not known else _RETRIED

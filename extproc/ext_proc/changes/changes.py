@@ -95,8 +95,14 @@ class Job:
         self.original = original
         self.changed = UNCHANGED
         self.noted = [decision.steer] if decision.steer is not None else []
-        self.narrowing = [session for session in exchange.enforcing.sessions if session.narrowing is not None]
-        self.strict = [session for session in self.narrowing if session.narrowing is not None and session.narrowing.every]
+        self.narrowing = [
+            session for session in exchange.enforcing.sessions if session.narrowing is not None
+        ]
+        self.strict = [
+            session
+            for session in self.narrowing
+            if session.narrowing is not None and session.narrowing.every
+        ]
         self.done = 0
 
     def list_due(self) -> list[str]:
@@ -110,11 +116,17 @@ class Job:
 
     def edit(self, steps: tuple[Step, ...], most: int) -> None:
         """Apply steps to a body of at most `most` bytes. Raises NotEdited, or as the steps do."""
-        body = b"".join(self.changed.body) if self.changed.body is not None else self.original.read(most)
+        body = (
+            b"".join(self.changed.body)
+            if self.changed.body is not None
+            else self.original.read(most)
+        )
         document, marks = self.exchange.document, list(self.changed.marks)
         if self.noted and document is not None and len(document) <= WORTH_COUNTING:
             with suppress(NotCounted):
-                open_conversation(document)  # the note's marks need it anyway; it locates the messages
+                open_conversation(
+                    document
+                )  # the note's marks need it anyway; it locates the messages
         self.done = 0
 
         def change(patch: Patch) -> None:
@@ -162,7 +174,9 @@ class Changes:
         self._reporter = reporter
         self._budget = budget
 
-    def apply(self, exchange: Exchange, decision: Decision, original: Original) -> tuple[Decision, Changed]:
+    def apply(
+        self, exchange: Exchange, decision: Decision, original: Original
+    ) -> tuple[Decision, Changed]:
         """Edit a request's body as its policies require.
 
         Returns:
@@ -213,7 +227,12 @@ def _add_note(patch: Patch, job: Job) -> bool:
     exchange, outcome = job.exchange, job.noted[0]
     guard = exchange.find_guard(outcome)
     add_note(
-        patch, lambda data: (write_note(outcome, exchange, guard.compiled), exchange.make_marks(guard, data)), exchange.document
+        patch,
+        lambda data: (
+            write_note(outcome, exchange, guard.compiled),
+            exchange.make_marks(guard, data),
+        ),
+        exchange.document,
     )
     return True
 
@@ -222,7 +241,11 @@ def _refuse(job: Job, reporter: Reporter, why: str) -> Decision:
     """Refuse a request if all tools that it would still declare are forbidden."""
     emptied = job.strict
     if why == AMBIGUOUS and not emptied:  # an upstream may see other tools in such a body
-        emptied = [session for session in job.narrowing if session.narrowing is not None and session.narrowing.tools]
+        emptied = [
+            session
+            for session in job.narrowing
+            if session.narrowing is not None and session.narrowing.tools
+        ]
     reporter.report_unnarrowed([session.plan.id for session in job.narrowing], why)
     if why in _NOTHING_DONE or not emptied:
         return job.decision  # a call of a forbidden tool is refused with the next request
@@ -245,7 +268,10 @@ _NARROW: Final = Edit(
     _refuse,
 )
 _NOTE: Final = Step(_add_note, STEERED)
-_FORBID: Final = Step(lambda patch, job: take_out(patch, job.exchange.request.path, Tools(None, removes=False)), NARROWED)
+_FORBID: Final = Step(
+    lambda patch, job: take_out(patch, job.exchange.request.path, Tools(None, removes=False)),
+    NARROWED,
+)
 _USAGE: Final = Step(lambda patch, job: ask_usage(patch, job.exchange.request.path), b"")
 
 EDITS: Final[dict[str, Edit]] = {

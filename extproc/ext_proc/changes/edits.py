@@ -83,7 +83,11 @@ def is_signed(request: HttpRequest) -> bool:
     if "signature-input" in headers or "signature" in headers:
         return True  # RFC 9421 or its drafts; it may cover the body
     shown = headers.get("authorization")
-    scheme = b"" if not shown or shown.startswith(_USUAL) else shown.lstrip()[:_LONGEST_SCHEME].upper().partition(b" ")[0]
+    scheme = (
+        b""
+        if not shown or shown.startswith(_USUAL)
+        else shown.lstrip()[:_LONGEST_SCHEME].upper().partition(b" ")[0]
+    )
     if scheme.startswith(_AWS) or (request.query and _AWS_IN_QUERY in request.query.lower()):
         return headers.get("x-amz-content-sha256", b"").strip().upper() not in _UNSIGNED
     return bool(scheme) and (_HMAC in scheme or scheme == _SIGNATURE)

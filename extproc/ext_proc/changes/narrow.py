@@ -28,7 +28,12 @@ _NAMED: Final = frozenset({"name", "type"}) | _WRAPPERS
 """Keys of an entry that is a tool, not a container of tool lists."""
 
 _AT_TOP: Final = frozenset(
-    [tools.tools for lists in TOOL_LISTS.values() for tools in lists if not (tools.wraps or tools.holder)]
+    [
+        tools.tools
+        for lists in TOOL_LISTS.values()
+        for tools in lists
+        if not (tools.wraps or tools.holder)
+    ]
 )
 """Top-level keys of tool declarations, beside the conversation."""
 
@@ -62,13 +67,17 @@ class Tools(NamedTuple):
     removes: bool = True
 
 
-def narrow(request: HttpRequest, body: bytes | memoryview, tools: Tools, document: Document | None = None) -> bytes:
+def narrow(
+    request: HttpRequest, body: bytes | memoryview, tools: Tools, document: Document | None = None
+) -> bytes:
     """Remove tools from a request's body; see `edit` and `take_out`.
 
     Raises:
         NotEdited: the tools cannot be removed.
     """
-    return b"".join(edit(request, body, lambda patch: take_out(patch, request.path, tools), document))
+    return b"".join(
+        edit(request, body, lambda patch: take_out(patch, request.path, tools), document)
+    )
 
 
 def take_out(patch: Patch, path: str, tools: Tools) -> bool:
@@ -124,7 +133,9 @@ class _Group:
         within: the parent group; None for the outermost.
     """
 
-    def __init__(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> None:
+    def __init__(
+        self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0
+    ) -> None:
         """Create a group.
 
         Args:
@@ -182,7 +193,9 @@ def measure_list(text: bytes, tools: int) -> int:
     return len(text) + _KNOWN_BYTES + _NAMES_BYTES * tools
 
 
-_KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(4 * 2**20, lambda key, known: measure_list(key[0], len(known.names)))
+_KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(
+    4 * 2**20, lambda key, known: measure_list(key[0], len(known.names))
+)
 """Tool lists by their bytes and the list's name; an agent sends the same one with each request.
 Without the cache, the benchmark's row "a request that loses a tool" takes more than 10 % longer."""
 
@@ -231,17 +244,23 @@ class _Tools:
             _KNOWN.put(key, self._describe(left - INSPECTION.left))
 
     def _describe(self, units: int) -> _KnownTools:
-        return _KnownTools({tool.place: tool.names for tool in self.found}, self.served, self.dialect, units)
+        return _KnownTools(
+            {tool.place: tool.names for tool in self.found}, self.served, self.dialect, units
+        )
 
     def remove(self, tools: Sequence[_Tool]) -> None:
         """Remove these tools. Call this only once."""
         for tool in tools:
             tool.group.remove(tool.place)
         for group in self._groups:
-            if group.within is None or len(group.gone) < len(group.members):  # the caller removes an empty outermost group
+            if group.within is None or len(group.gone) < len(
+                group.members
+            ):  # the caller removes an empty outermost group
                 self._patch.remove(group.value, group.gone)
 
-    def _open(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> _Group:
+    def _open(
+        self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0
+    ) -> _Group:
         group = _Group(value, members, within, place)
         self._groups.append(group)
         return group
@@ -286,7 +305,9 @@ class _Tools:
 
 def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
     """The names under which a tool is declared, chosen and called; empty if it has none."""
-    wrappers = [value for key, value in fields.items() if key in _WRAPPERS and patch.is_object(value)]
+    wrappers = [
+        value for key, value in fields.items() if key in _WRAPPERS and patch.is_object(value)
+    ]
     named = [patch.open_fields(wrapper) for wrapper in wrappers] + [fields]
     if names := tuple([patch.read_text(inner["name"]) for inner in named if "name" in inner]):
         return names
@@ -316,7 +337,9 @@ class _Narrowing:
         beside = _find_conversation(self._patch, fields)
         lists = TOOL_LISTS.get(beside, [])
         wrapped = any(tools.wraps for tools in lists)
-        if (wrapped or any(tools.holder and tools.holder in fields for tools in lists)) and not _AT_TOP.isdisjoint(fields):
+        if (
+            wrapped or any(tools.holder and tools.holder in fields for tools in lists)
+        ) and not _AT_TOP.isdisjoint(fields):
             raise NotEdited(AMBIGUOUS)
         if wrapped:
             owner = fields[beside]
@@ -324,7 +347,11 @@ class _Narrowing:
         changes: Changes = {}
         for tools in lists:
             if tools.owns is None:
-                changes |= self._narrow_holder(fields, tools) if tools.holder else self._narrow_members(fields, tools)
+                changes |= (
+                    self._narrow_holder(fields, tools)
+                    if tools.holder
+                    else self._narrow_members(fields, tools)
+                )
         self._patch.change(owner, changes)
 
     def _open(self, value: Value) -> Fields:
@@ -344,14 +371,20 @@ class _Narrowing:
     def _narrow_members(self, fields: Fields, api: ToolList) -> Changes:
         """Edit a tool list, and return the changes to the members beside it."""
         place = api.holder, api.tools
-        others = [tools for tools in TOOL_LISTS[api.beside] if tools.owns is not None and (tools.holder, tools.tools) == place]
+        others = [
+            tools
+            for tools in TOOL_LISTS[api.beside]
+            if tools.owns is not None and (tools.holder, tools.tools) == place
+        ]
         name = f"{api.beside} {api.holder} {api.tools}" if others else ""
         tools = self._open_tools(fields, api.tools, others, name)
         if tools is None:
             return {}
         if tools.dialect is not None:
             api = tools.dialect
-        scarce = api.hold is not None and any(not self._scarce.isdisjoint(tool.names) for tool in tools.found)
+        scarce = api.hold is not None and any(
+            not self._scarce.isdisjoint(tool.names) for tool in tools.found
+        )
         outcome = self._take_out(tools, api)
         if outcome is ToolsLeft.GONE:
             return {api.tools: None}
@@ -366,7 +399,9 @@ class _Narrowing:
             changes = api.hold(self._patch, fields, changes, self._path)
         return changes
 
-    def _open_tools(self, fields: Fields, key: str, others: Sequence[ToolList] = (), name: str = "") -> _Tools | None:
+    def _open_tools(
+        self, fields: Fields, key: str, others: Sequence[ToolList] = (), name: str = ""
+    ) -> _Tools | None:
         """The tools in a member; None if it is missing or null."""
         if key not in fields or self._patch.is_null(fields[key]):
             return None

@@ -22,7 +22,10 @@ from extproc.request.patch import Patch, Pieces
 from extproc.request.quoting import quote_all
 
 _OUTLOOK: Final = "If this continues, requests will be refused."
-LANDING: Final = "Do not call any more tools. Give your final answer now, based on what you have, and say what is missing."
+LANDING: Final = (
+    "Do not call any more tools. Give your final answer now, based on what you have, "
+    "and say what is missing."
+)
 _AGAIN: Final = "An earlier note said so, and nothing has changed."
 
 MAX_PLACES: Final = 16
@@ -41,10 +44,17 @@ def steer(
     Raises:
         NotEdited: the body has no place for the note, or cannot be edited.
     """
-    return edit(request, body, lambda patch: add_note(patch, lambda data: (note, make_marks(data)), document), document)
+    return edit(
+        request,
+        body,
+        lambda patch: add_note(patch, lambda data: (note, make_marks(data)), document),
+        document,
+    )
 
 
-def add_note(patch: Patch, write: Callable[[bytes], tuple[str, Marks]], document: Document | None) -> None:
+def add_note(
+    patch: Patch, write: Callable[[bytes], tuple[str, Marks]], document: Document | None
+) -> None:
     """Add a note to an open body.
 
     Args:
@@ -64,7 +74,11 @@ def add_note(patch: Patch, write: Callable[[bytes], tuple[str, Marks]], document
     left = INSPECTION.left
     note, marks = write(patch.data)
     INSPECTION.left = left  # reading the conversation has its own units
-    free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
+    free = [
+        place
+        for place in places[-MAX_PLACES:]
+        if not ends_with_note(patch.data, place.offset, marks)
+    ]
     add_notes(patch, free, frame_note(note, marks))
 
 
@@ -107,9 +121,15 @@ def _look_ahead(outcome: Outcome, guard: Compiled) -> tuple[str, str]:
     if outcome.repeat is not None and outcome.repeat.widespread:
         return "", ""
     if Action.LAND in guard.actions:
-        outlook = f"If this continues, tool calls are forbidden{', and then requests are refused' if outlook else ''}."
+        outlook = (
+            "If this continues, tool calls are "
+            f"forbidden{', and then requests are refused' if outlook else ''}."
+        )
     notes, action, left = guard.foresee(outcome)
     if left:
         when = "At the next repetition" if left == 1 else f"After {left} more repetitions"
-        outlook = f"{when}, {'tool calls are forbidden' if action is Action.LAND else 'requests will be refused'}."
+        outlook = (
+            f"{when}, "
+            f"{'tool calls are forbidden' if action is Action.LAND else 'requests will be refused'}."
+        )
     return _AGAIN if notes else "", outlook

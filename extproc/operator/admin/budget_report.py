@@ -59,8 +59,16 @@ class BudgetPages(TablePages[BudgetDocument]):
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The JSON of `/budgets`; if it is empty, `note` says why."""
         now, view, exist = time(), self._board.view(), self.has_budgets()
-        rows, orders, shown = view.document.rows, OrderIndex(self.list_orders()), self._sees_callers(request)
-        found = select((describe_budget(row, now, shows_callers=shown, orders=orders) for row in rows), selection, SORTS)
+        rows, orders, shown = (
+            view.document.rows,
+            OrderIndex(self.list_orders()),
+            self._sees_callers(request),
+        )
+        found = select(
+            (describe_budget(row, now, shows_callers=shown, orders=orders) for row in rows),
+            selection,
+            SORTS,
+        )
         total = {
             "budgets": len(found),
             "callers": len({row["caller"] for row in found}),
@@ -70,7 +78,13 @@ class BudgetPages(TablePages[BudgetDocument]):
         }
         note = None
         if not found:
-            note = f"none of {len(rows)} budgets matches" if rows else _NO_CALLERS if exist else NO_BUDGETS
+            note = (
+                f"none of {len(rows)} budgets matches"
+                if rows
+                else _NO_CALLERS
+                if exist
+                else NO_BUDGETS
+            )
         return {
             **describe_view(view, now),
             "known": len(rows),
@@ -81,12 +95,17 @@ class BudgetPages(TablePages[BudgetDocument]):
         }
 
 
-def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:
+def describe_budget(
+    row: BudgetRow, now: float, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS
+) -> dict[str, Any]:
     """Describe a caller's budget at `now`, in seconds since 1970."""
     left, reset, opened = row.find_left(now), row.find_reset_ms(now), row.find_open_ms(now) != 0
-    # A token budget is rarely exactly zero, so it is also used up if the newest request asked for more than is left.
+    # A token budget is rarely exactly zero, so it is also used up if the newest request asked for
+    # more than is left.
     short = row.refused_at >= row.last and row.asked > left and not row.is_over(now)
-    named = ShownRow({row.policy}, list_names(row), dict(row.hashes), budgets={row.rule})  # what orders may name
+    named = ShownRow(
+        {row.policy}, list_names(row), dict(row.hashes), budgets={row.rule}
+    )  # what orders may name
     described = {
         **describe_caller(row, shows_callers=shows_callers),
         "policy": row.policy,
@@ -97,7 +116,9 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
         "unit": row.unit or None,
         "limit": _convert(row.limit, row),
         "used": _convert(row.limit - left, row),
-        "estimated": _convert(max(0, min(row.estimated, row.limit - left)), row) if row.kind == PERIOD else None,
+        "estimated": _convert(max(0, min(row.estimated, row.limit - left)), row)
+        if row.kind == PERIOD
+        else None,
         "left": _convert(left, row),
         "used_percent": round(max(0.0, (row.limit - left) * 100 / max(1, row.limit)), 1),
         "open": opened,
@@ -112,7 +133,10 @@ def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: 
         "orders": [describe_override(order) for order in orders.find(named)],
     }
     asked = row.asked / row.units
-    return {**described, "commands": suggest_for_budget(described, asked=asked, orderable=row.orderable)}
+    return {
+        **described,
+        "commands": suggest_for_budget(described, asked=asked, orderable=row.orderable),
+    }
 
 
 def _convert(amount: int, row: BudgetRow) -> float:

@@ -25,7 +25,9 @@ from extproc.operator.canary.verdict import Rules
 class CanaryPages:
     """`/canary`, the report with the default rules, and `/canary/states`, the counts of each replica."""
 
-    def __init__(self, sharing: Sharing, find_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    def __init__(
+        self, sharing: Sharing, find_loop: Callable[[], asyncio.AbstractEventLoop]
+    ) -> None:
         """Report on the counts of `sharing`; `find_loop` returns the event loop for requests to the store."""
         self._sharing = sharing
         self._find_loop = find_loop
@@ -36,11 +38,15 @@ class CanaryPages:
 
     async def _show(self, request: Request) -> Response:
         replicas = await ask(self._sharing.collect(), self._find_loop())
-        canaries = describe_canaries([state for replica in replicas.values() for state in replica], Rules())
+        canaries = describe_canaries(
+            [state for replica in replicas.values() for state in replica], Rules()
+        )
         if not prefers_html(request):
             return send_page(Page(HTTPStatus.OK, {"canaries": canaries}))
         for canary in canaries:
-            canary["commands"] = {"judge": f"loopguard canary status --policy {shlex.quote(canary['policy'])}"}
+            canary["commands"] = {
+                "judge": f"loopguard canary status --policy {shlex.quote(canary['policy'])}"
+            }
         return send_html(request, "canary.html", write_time(time()), canaries=canaries)
 
     async def _list_states(self, _: Request) -> Response:

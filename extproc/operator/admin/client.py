@@ -25,7 +25,9 @@ _DEFAULT = "http://127.0.0.1:9900"
 _FLAG = "--admin"
 _ADMIN, _SOCKET = f"{ENV_PREFIX}ADMIN", f"{ENV_PREFIX}ADMIN_SOCKET"
 _WANTED = "http://HOST:PORT or unix:/PATH"
-_MISSPELT = re.compile(f"{_ADMIN}(?!_SERVICE_|_PORT)")  # Kubernetes sets these variables for a Service
+_MISSPELT = re.compile(
+    f"{_ADMIN}(?!_SERVICE_|_PORT)"
+)  # Kubernetes sets these variables for a Service
 
 
 def add_admin_flag(parser: argparse.ArgumentParser) -> None:
@@ -34,19 +36,27 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
         "--admin",
         action="append",
         metavar="URL|unix:/PATH",
-        help=f"admin port or socket of a running server; repeatable (default: {_SOCKET} or {_ADMIN}, else {_DEFAULT})",
+        help=(
+            f"admin port or socket of a running server; repeatable (default: {_SOCKET} or "
+            f"{_ADMIN}, else {_DEFAULT})"
+        ),
     )
 
 
 def open_clients(admin: Sequence[str] | None, flag: str = _FLAG) -> list[AdminClient]:
     """Clients of the servers on the command line, else of the default server; raises UsageError for malformed addresses."""
-    return [AdminClient(text, flag) for text in admin] if admin else [AdminClient(*find_admin(os.environ))]
+    return (
+        [AdminClient(text, flag) for text in admin]
+        if admin
+        else [AdminClient(*find_admin(os.environ))]
+    )
 
 
 def find_admin(environ: Mapping[str, str]) -> tuple[str, str]:
     """The server's address from the environment and the variable's name, else the default address and the flag.
 
-    Orders must not reach the wrong server, so malformed values and misspelt variables raise UsageError.
+    Orders must not reach the wrong server, so malformed values and misspelt variables raise
+    UsageError.
     """
     if path := environ.get(_SOCKET):
         return path if path.startswith("unix:") else f"unix:{path}", _SOCKET
@@ -61,8 +71,12 @@ def find_admin(environ: Mapping[str, str]) -> tuple[str, str]:
         address = parse_address(text)
     except ValueError:
         raise UsageError(f"{_ADMIN} must be {_WANTED} or HOST:PORT, not {text!r}") from None
-    host = "127.0.0.1" if address.host in ("::", "0.0.0.0") else address.host  # noqa: S104  # recognised, not bound
-    return f"http://[{host}]:{address.port}" if ":" in host else f"http://{host}:{address.port}", _ADMIN
+    # Recognised, not bound
+    host = "127.0.0.1" if address.host in ("::", "0.0.0.0") else address.host  # noqa: S104
+    return (
+        f"http://[{host}]:{address.port}" if ":" in host else f"http://{host}:{address.port}",
+        _ADMIN,
+    )
 
 
 class AdminClient:
@@ -79,18 +93,28 @@ class AdminClient:
             base, path = url if "://" in url else f"http://{url}", None
         try:
             parsed = httpx.URL(base)
-            fits = parsed.scheme in ("http", "https") and parsed.host and parsed.path in ("", "/") and not parsed.query
+            fits = (
+                parsed.scheme in ("http", "https")
+                and parsed.host
+                and parsed.path in ("", "/")
+                and not parsed.query
+            )
         except (httpx.InvalidURL, ValueError):
             fits = False
         if not fits:
             raise UsageError(f"{flag} must be {_WANTED}, not {url!r}")
-        # Reading certificate authorities takes 30 ms, so only for https. Proxy variables and ~/.netrc are not for this server.
+        # Reading certificate authorities takes 30 ms, so only for https. Proxy variables and
+        # ~/.netrc are not for this server.
         transport = httpx.HTTPTransport(verify=parsed.scheme == "https", trust_env=False, uds=path)
         local = path is None and parsed.scheme == "http" and Address(base, parsed.host).is_local
-        if local and parsed.host == "localhost":  # as in `serve`; on ::1, another user's server could capture the token
+        if (
+            local and parsed.host == "localhost"
+        ):  # as in `serve`; on ::1, another user's server could capture the token
             base = str(parsed.copy_with(host="127.0.0.1"))
         self._local_port = parsed.port if local else None
-        self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
+        self._client = httpx.Client(
+            base_url=base, transport=transport, timeout=_SECONDS, trust_env=False
+        )
 
     def ask(
         self,
@@ -105,32 +129,53 @@ class AdminClient:
         import httpx  # noqa: PLC0415  # as above
 
         content = None if body is None else json.dumps(body)
-        sent = {**_PLAIN, **({} if body is None else {"content-type": "application/json"}), **(headers or {})}
+        sent = {
+            **_PLAIN,
+            **({} if body is None else {"content-type": "application/json"}),
+            **(headers or {}),
+        }
         where = f"{self.url}{path}"
         try:
-            with self._client.stream(method, path, params=params, content=content, headers=sent) as answer:
+            with self._client.stream(
+                method, path, params=params, content=content, headers=sent
+            ) as answer:
                 plain = answer.headers.get("content-encoding", "identity") == "identity"
                 reply = read_bounded(answer.iter_raw(), where) if plain else b""
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise LoopguardError(f"cannot ask {self.url}: {reason}; set {self._flag} to a running server") from None
+            raise LoopguardError(
+                f"cannot ask {self.url}: {reason}; set {self._flag} to a running server"
+            ) from None
         try:
             found = json.loads(reply)
         except (ValueError, RecursionError):
             found = None
         if answer.is_error:
-            told = found["error"] if isinstance(found, dict) and "error" in found else reply.decode(errors="replace").strip()
-            raise LoopguardError(f"{where} answered {answer.status_code}: {str(told)[:_MOST_SHOWN] or answer.reason_phrase}")
+            told = (
+                found["error"]
+                if isinstance(found, dict) and "error" in found
+                else reply.decode(errors="replace").strip()
+            )
+            raise LoopguardError(
+                f"{where} answered {answer.status_code}: "
+                f"{str(told)[:_MOST_SHOWN] or answer.reason_phrase}"
+            )
         if not isinstance(found, dict):
             raise LoopguardError(f"{where} is not an admin endpoint of Loopguard")
         return found
 
     def read_local_token(self) -> str:
-        """The token of a server on this machine; empty if there is none. Raises UsageError if its file is unsafe."""
+        """The token of a server on this machine; empty if there is none.
+
+        Raises UsageError if its file is unsafe.
+        """
         try:
             return read_token(self._local_port) if self._local_port is not None else ""
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the token of {self.url} is not used: {error}; restart the server, or set --token-file") from None
+            raise UsageError(
+                f"the token of {self.url} is not used: {error}; restart the server, or set "
+                "--token-file"
+            ) from None
 
     def close(self) -> None:
         """Close the connection."""
@@ -143,7 +188,10 @@ def select_params(options: argparse.Namespace, *names: str) -> dict[str, str]:
 
 
 def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
-    """Merge the reports of all servers. Servers that share a store are counted once. Raises as `AdminClient.ask`."""
+    """Merge the reports of all servers.
+
+    Servers that share a store are counted once. Raises as `AdminClient.ask`.
+    """
     joined, *others = [client.ask(path, params=params) for client in clients]
     for client, report in zip(clients, [joined, *others], strict=True):
         if "replica" not in report:
@@ -151,13 +199,17 @@ def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]
     for report in others:
         if report["replica"] in joined["replicas"]:
             continue
-        joined |= {name: joined[name] + rows for name, rows in report.items() if isinstance(rows, list)}
+        joined |= {
+            name: joined[name] + rows for name, rows in report.items() if isinstance(rows, list)
+        }
         joined["problem"] = joined["problem"] or report["problem"]
         for name in joined.keys() & {"left_out", "known"}:
             joined[name] += report[name]
         for name, number in report.get("total", {}).items():
             one = joined["total"].get(name)
-            joined["total"][name] = number if one is None else one if number is None else one + number
+            joined["total"][name] = (
+                number if one is None else one if number is None else one + number
+            )
     return dict(joined)
 
 
@@ -168,6 +220,10 @@ def read_bounded(pieces: Iterable[bytes], where: str, most: int = _MOST_BYTES) -
     for piece in pieces:
         reply += piece
         if len(reply) > most or monotonic() > ends:
-            what = f"more than {most // 2**20} MiB" if len(reply) > most else f"for more than {_WHOLE_SECONDS:g} s"
+            what = (
+                f"more than {most // 2**20} MiB"
+                if len(reply) > most
+                else f"for more than {_WHOLE_SECONDS:g} s"
+            )
             raise LoopguardError(f"{where} sends {what}, as no admin port does")
     return bytes(reply)

@@ -1,7 +1,7 @@
 """The rows of `/loops`: one per caller and conversation, and one per failing tool, with totals.
 
-Each request is counted in one row, even if several policies see it, so the totals are correct. Costs are those of forwarded
-requests; savings by refused requests are separate.
+Each request is counted in one row, even if several policies see it, so the totals are correct.
+Costs are those of forwarded requests; savings by refused requests are separate.
 """
 
 from __future__ import annotations
@@ -23,9 +23,21 @@ LOOPING_SECONDS = 60
 """A loop is active if it was acted on within this many seconds."""
 
 GROUP_SORTS: Sorts = {
-    "now": lambda row: (row["cost_per_minute_usd"] or 0, row["input_tokens_per_minute"], row["last_seen"]),
-    "cost": lambda row: (row["cost_sent_on_usd"] or 0, row["input_tokens_sent_on"], row["requests"]),
-    "spared": lambda row: (row["cost_not_sent_on_usd"] or 0, row["input_tokens_not_sent_on"], row["requests_not_sent_on"]),
+    "now": lambda row: (
+        row["cost_per_minute_usd"] or 0,
+        row["input_tokens_per_minute"],
+        row["last_seen"],
+    ),
+    "cost": lambda row: (
+        row["cost_sent_on_usd"] or 0,
+        row["input_tokens_sent_on"],
+        row["requests"],
+    ),
+    "spared": lambda row: (
+        row["cost_not_sent_on_usd"] or 0,
+        row["input_tokens_not_sent_on"],
+        row["requests_not_sent_on"],
+    ),
     "requests": lambda row: row["requests"],
     "count": lambda row: row["count"],
     "last": lambda row: row["last_seen"],
@@ -58,7 +70,9 @@ class Known(NamedTuple):
     now: float
 
 
-def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Known) -> dict[str, Any]:
+def group_loops(
+    rows: Iterable[ConversationRow], selection: Selection, known: Known
+) -> dict[str, Any]:
     """The fields of the report that depend on the grouping."""
     failures: dict[tuple[str, str], list[IncidentRow]] = {}
     for incident in known.incidents:
@@ -75,15 +89,21 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
                 folded.setdefault((row.tool, row.failure), []).append(_describe(row, known))
         elif row.tenant:
             group = _describe(row, known)
-            if any(matches(loop, selection) for loop in group["loops"] or [{**group, "policy": ""}]):
+            if any(
+                matches(loop, selection) for loop in group["loops"] or [{**group, "policy": ""}]
+            ):
                 groups.append(group)
     sort = selection.sort or next(iter(GROUP_SORTS))
     groups.sort(key=GROUP_SORTS[sort], reverse=sort != OLDEST_FIRST)
-    incidents = [_describe_incident(own, folded.get(failure, []), known) for failure, own in failures.items()]
+    incidents = [
+        _describe_incident(own, folded.get(failure, []), known) for failure, own in failures.items()
+    ]
     shown = [
         each
         for each in incidents
-        if not selection.caller and selection.policy in ("", *each["policies"]) and selection.tool in ("", each["tool"])
+        if not selection.caller
+        and selection.policy in ("", *each["policies"])
+        and selection.tool in ("", each["tool"])
     ]
     return {
         "known": number,
@@ -101,24 +121,31 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
 def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
     """Whether a conversation belongs to its tool's incident, which may have a row for each of several policies.
 
-    Conversations that were stuck on the tool just before the incident belong to it. Those that loop after it do not.
+    Conversations that were stuck on the tool just before the incident belong to it. Those that loop
+    after it do not.
     """
     if not row.tool or not incidents:
         return False
     if not row.tenant or row.failing > row.last - INCIDENT_SECONDS:
         return True
-    return any(incident.began - INCIDENT_SECONDS <= row.last <= incident.began for incident in incidents)
+    return any(
+        incident.began - INCIDENT_SECONDS <= row.last <= incident.began for incident in incidents
+    )
 
 
 def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
     loops = [known.loops[id(loop)] for loop in reversed(row.loops) if loop.requests]
     newest: Mapping[str, Any] = loops[0] if loops else {}
-    stricter = {loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)}  # in shadow mode
+    stricter = {
+        loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)
+    }  # in shadow mode
     group = {
         "caller": row.tenant,
         "conversation": row.conversation,
         "session": row.session or None,
-        "names": list(dict.fromkeys([row.tenant, *(name for loop in loops for name in loop["names"])])),
+        "names": list(
+            dict.fromkeys([row.tenant, *(name for loop in loops for name in loop["names"])])
+        ),
         "alias": _find(loops, "alias"),
         "labels": _find(loops, "labels"),
         "credentials": newest.get("credentials", []),
@@ -139,27 +166,39 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "shadow": row.shadow or None,
         "would_be_refused_by": sorted(stricter) if row.forwarded else [],
         **_describe_costs(row, known),
-        "orders": [describe_override(order) for order in known.orders.find(_make_shown_row(row, loops))],
+        "orders": [
+            describe_override(order) for order in known.orders.find(_make_shown_row(row, loops))
+        ],
         "loops": loops,
     }
     callers = {row.tenant, *(loop.tenant for loop in row.loops)}
-    limited = bool(row.session) and any((caller, row.session) in known.limited for caller in callers)
+    limited = bool(row.session) and any(
+        (caller, row.session) in known.limited for caller in callers
+    )
     return {**group, "commands": suggest_for_loop(group, limited=limited) if row.tenant else {}}
 
 
 def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:
     """Costs of forwarded requests, and savings, assuming that refused requests would have cost the same on average.
 
-    Policies with cost limits price their requests, and the access log corrects these prices. Other costs are estimated.
+    Policies with cost limits price their requests, and the access log corrects these prices. Other
+    costs are estimated.
     """
     sent = max(0, row.prompt + estimate_tokens(row.size - row.priced))
-    spared = estimate_tokens(row.refused_size if not row.forwarded else row.size * row.refused // row.forwarded)
+    spared = estimate_tokens(
+        row.refused_size if not row.forwarded else row.size * row.refused // row.forwarded
+    )
     pace = estimate_tokens(int(row.find_pace(known.now)))
     priced = row.priced > 0 and not known.prices.is_fixed
-    rest = known.prices.estimate(row.model, estimate_tokens(row.size - row.priced) if priced else sent)
+    rest = known.prices.estimate(
+        row.model, estimate_tokens(row.size - row.priced) if priced else sent
+    )
     cost, estimated = rest, rest
     if priced:
-        cost, estimated = (row.cost / NANO_DOLLARS + (rest or 0), row.estimated / NANO_DOLLARS + (rest or 0))
+        cost, estimated = (
+            row.cost / NANO_DOLLARS + (rest or 0),
+            row.estimated / NANO_DOLLARS + (rest or 0),
+        )
 
     def price(tokens: int) -> float | None:
         if priced and cost is not None and sent:
@@ -191,13 +230,19 @@ def _make_shown_row(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) ->
         {loop.policy for loop in row.loops},
         {row.tenant, *(loop.tenant for loop in row.loops), *names},
         dict(row.descriptors),
-        {session for session in (row.session, row.conversation, *(loop["session"] for loop in loops)) if session},
+        {
+            session
+            for session in (row.session, row.conversation, *(loop["session"] for loop in loops))
+            if session
+        },
         {loop["fingerprint"] for loop in loops},
         {*row.tools, *(tool for loop in loops for tool in loop["tools"])},
     )
 
 
-def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]], known: Known) -> dict[str, Any]:
+def _describe_incident(
+    own: Sequence[IncidentRow], folded: list[dict[str, Any]], known: Known
+) -> dict[str, Any]:
     tool, last = own[0].tool, max(incident.last for incident in own)
     policies = sorted({incident.policy for incident in own})
     orders = known.orders.find(ShownRow(policies, (), {}, tools=[tool]))
@@ -207,10 +252,16 @@ def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]],
         "first_seen": write_time(min(incident.began for incident in own)),
         "last_seen": write_time(last),
         "active": known.now - last < INCIDENT_SECONDS,
-        "callers": Sketch([each for incident in own for each in incident.callers], SKETCHED).count(),
-        "sessions": Sketch([each for incident in own for each in incident.sessions], SKETCHED).count(),
+        "callers": Sketch(
+            [each for incident in own for each in incident.callers], SKETCHED
+        ).count(),
+        "sessions": Sketch(
+            [each for incident in own for each in incident.sessions], SKETCHED
+        ).count(),
         "not_refused": max(incident.spared for incident in own),
-        "action": max([each["action"] for each in folded], key=_RANKS.__getitem__, default=Action.ALLOW.value),
+        "action": max(
+            [each["action"] for each in folded], key=_RANKS.__getitem__, default=Action.ALLOW.value
+        ),
         **_add_up(folded),
         "orders": [describe_override(order) for order in orders],
         "conversations": [each for each in folded if each["caller"]],

@@ -53,7 +53,9 @@ _PRESET = "loopguard init"
 _MINUTE = 60
 _DAY = 86_400
 
-HOW_TO_ENFORCE = "`loopguard init > policies/agents.json`, then `loopguard serve --policy policies/`"
+HOW_TO_ENFORCE = (
+    "`loopguard init > policies/agents.json`, then `loopguard serve --policy policies/`"
+)
 WATCHING = f"no policy is given, so the preset `agents` only watches; to enforce: {HOW_TO_ENFORCE}"
 
 
@@ -70,9 +72,11 @@ class ServerState(NamedTuple):
         watching: whether no policy was given.
         acting: number of enabled policies.
         refused: errors in rejected policy files.
-        ramps: for each policy with `enforce_percent`: id, percentage, number of callers acted on, number of callers.
+        ramps: for each policy with `enforce_percent`: id, percentage, number of callers acted on,
+            number of callers.
         persistence: the weakest persistence of the store's servers; see `StoreCare`.
-        must_keep: whether there are budgets, session limits or orders, which must survive a restart of the store.
+        must_keep: whether there are budgets, session limits or orders, which must survive a restart
+            of the store.
         emptied, kept_since: see `StoreCare`.
     """
 
@@ -126,10 +130,17 @@ class CoveragePages:
         return [describe_coverage(view.document, state)]
 
 
-def make_report(view: View[CoverageDocument], state: ServerState, places: Places, now: float) -> dict[str, Any]:
+def make_report(
+    view: View[CoverageDocument], state: ServerState, places: Places, now: float
+) -> dict[str, Any]:
     """The JSON of `/coverage`."""
     document = view.document
-    about = [*_find_state(document, state), *_find_store(state, now), *_find_losses(document), *_find_ramps(state, places)]
+    about = [
+        *_find_state(document, state),
+        *_find_store(state, now),
+        *_find_losses(document),
+        *_find_ramps(state, places),
+    ]
     findings = [*about, *_find_reasons(document, places)]
     rows = [row for row in document.rows if row.policy]
     found = []
@@ -145,7 +156,11 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
                 "counted": recent[COUNTED],
                 "not_counted": recent[UNGUARDED],
                 "exempt": recent[EXEMPT],
-                "since_start": {"requests": sum(total.values()), "counted": total[COUNTED], "not_counted": total[UNGUARDED]},
+                "since_start": {
+                    "requests": sum(total.values()),
+                    "counted": total[COUNTED],
+                    "not_counted": total[UNGUARDED],
+                },
             }
         )
     return {
@@ -159,7 +174,9 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
         "store_emptied": write_time(state.emptied) if state.emptied else None,
         "since_start": _add_up(document, recent=False),
         "policies": found,
-        "findings": sorted(findings, key=lambda finding: (finding["level"] != PROBLEM, -finding["requests"])),
+        "findings": sorted(
+            findings, key=lambda finding: (finding["level"] != PROBLEM, -finding["requests"])
+        ),
     }
 
 
@@ -176,7 +193,9 @@ def describe_coverage(document: CoverageDocument, state: ServerState) -> dict[st
 
 
 def _add_up(document: CoverageDocument, *, recent: bool) -> dict[str, Any]:
-    found = {row.reason: row.recent if recent else row.total for row in document.rows if not row.policy}
+    found = {
+        row.reason: row.recent if recent else row.total for row in document.rows if not row.policy
+    }
     matched, exempt = found.get(REQUESTS, 0), found.get(EXEMPT, 0)
     partly, unguarded = found.get(PARTLY, 0), found.get(UNGUARDED, 0)
     guarded, judged = matched - exempt - partly - unguarded, matched - exempt
@@ -196,7 +215,9 @@ def _write_line(document: CoverageDocument, seen: Mapping[str, Any], state: Serv
     span = f"{max(1, round(document.seconds / _MINUTE))} min"
     seen_requests = f"{count(seen['requests'], 'request')} in the last {span}"
     if not document.rows or not any(row.total for row in document.rows):
-        told = "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`"
+        told = (
+            "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`"
+        )
     elif not seen["requests"]:
         told = f"no requests in the last {span}"
     elif not seen["matched"]:
@@ -204,7 +225,9 @@ def _write_line(document: CoverageDocument, seen: Mapping[str, Any], state: Serv
     else:
         told = f"{seen_requests}: {seen['guarded']:,} guarded"
         others = ("partly_guarded", "not_guarded", "exempt", "unmatched")
-        told += "".join(f", {seen[name]:,} {name.replace('_', ' ')}" for name in others if seen[name])
+        told += "".join(
+            f", {seen[name]:,} {name.replace('_', ' ')}" for name in others if seen[name]
+        )
         if reasons := _list_main_reasons(document):
             told += f" ({', '.join(reasons)}); see `loopguard doctor`"
     if state.emptied > time() - _DAY:
@@ -234,7 +257,9 @@ def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
 
 
 def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
-    live = any(row.recent for row in document.rows)  # with recent requests, older problems are no longer findings
+    live = any(
+        row.recent for row in document.rows
+    )  # with recent requests, older problems are no longer findings
     requests: Counter[tuple[str, str]] = Counter()
     for row in document.rows:
         if not _tells_why(row) and row.policy:
@@ -244,7 +269,9 @@ def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, 
         number = row.recent if live else row.total
         if not row.policy or not _tells_why(row) or not number:
             continue
-        found.append(_describe_reason(row, number, max(requests[row.policy, row.mode], number), places))
+        found.append(
+            _describe_reason(row, number, max(requests[row.policy, row.mode], number), places)
+        )
     return found
 
 
@@ -285,7 +312,11 @@ def _list_keys(raw: Mapping[str, Any]) -> list[str]:
     spec = raw.get("spec", {})
     parts = [spec, *spec.get("rules", []), spec.get("fallback_limit") or {}]
     keys = [key for part in parts for key in part.get("limit_keys", [])]
-    return list(dict.fromkeys([each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]))
+    return list(
+        dict.fromkeys(
+            [each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]
+        )
+    )
 
 
 def _find_state(document: CoverageDocument, state: ServerState) -> Iterator[dict[str, Any]]:
@@ -294,23 +325,43 @@ def _find_state(document: CoverageDocument, state: ServerState) -> Iterator[dict
     matched, unmatched = seen.get(REQUESTS, 0), seen.get(UNMATCHED, 0)
     if not matched + unmatched:
         text = f"no request has reached Loopguard since {write_time(document.since)}"
-        change = "attach the filter: `loopguard envoy-config --snippet`; `loopguard check-envoy FILE` checks a configuration"
+        change = (
+            "attach the filter: `loopguard envoy-config --snippet`; `loopguard check-envoy "
+            "FILE` checks a configuration"
+        )
         yield _describe(PROBLEM, "no_requests", text, change)
     elif not matched:
         text = f"no policy matches any of {count(unmatched, 'request')}"
-        yield _describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched)
+        yield _describe(
+            PROBLEM,
+            "unmatched",
+            text,
+            "let a policy's selector match their paths and methods",
+            unmatched,
+        )
     if calls := recent.get(UNMATCHED_CALLS, 0):
         text = f"{count(calls, 'model call')} passed unguarded, because no policy matches"
         change = 'a policy with "selector": {"apis": "any"} matches them on every path'
         yield _describe(PROBLEM, "unmatched_calls", text, change, calls)
     if state.watching:
-        yield _describe(NOTE, "watching", "no policy is given, so the preset `agents` only watches", HOW_TO_ENFORCE)
+        yield _describe(
+            NOTE,
+            "watching",
+            "no policy is given, so the preset `agents` only watches",
+            HOW_TO_ENFORCE,
+        )
     elif not state.acting:
         text = "all policies are in shadow mode, so no request is acted on"
-        yield _describe(NOTE, "shadow", text, 'set "mode": "enforce", or start `serve` without --shadow')
+        yield _describe(
+            NOTE, "shadow", text, 'set "mode": "enforce", or start `serve` without --shadow'
+        )
     if state.store == "memory":
-        text = "counts are only in this process (memory://): several replicas would count separately"
-        yield _describe(NOTE, "memory_store", text, "if you run several: `serve --store redis://HOST:6379`")
+        text = (
+            "counts are only in this process (memory://): several replicas would count separately"
+        )
+        yield _describe(
+            NOTE, "memory_store", text, "if you run several: `serve --store redis://HOST:6379`"
+        )
     elif state.health != "ok":
         text = f"the store is not in use, so each replica counts separately: {state.health}"
         yield _describe(PROBLEM, "store_down", text, "restore the store of `serve --store`")
@@ -333,7 +384,11 @@ def _find_ramps(state: ServerState, places: Places) -> Iterator[dict[str, Any]]:
 
 
 _UNKEPT = {
-    NOTHING: (PROBLEM, "the store loses all data if restarted (`INFO persistence`)", "set `appendonly yes` on the server"),
+    NOTHING: (
+        PROBLEM,
+        "the store loses all data if restarted (`INFO persistence`)",
+        "set `appendonly yes` on the server",
+    ),
     SNAPSHOTS: (
         NOTE,
         "the store loses changes since its last snapshot when it crashes (`INFO persistence`)",
@@ -342,7 +397,10 @@ _UNKEPT = {
     UNTOLD: (
         NOTE,
         "it is unknown whether the store keeps data when it restarts",
-        "give its user `+info` and `+config|get`, or make sure that the server has `appendonly yes`",
+        (
+            "give its user `+info` and `+config|get`, or make sure that the server has `appendonly "
+            "yes`"
+        ),
     ),
 }
 """Level, text and change, by a persistence that loses data."""
@@ -351,10 +409,18 @@ _UNKEPT = {
 def _find_store(state: ServerState, now: float) -> Iterator[dict[str, Any]]:
     if state.emptied and state.emptied > now - _DAY:
         text = f"{EMPTIED} (found at {write_time(state.emptied)})"
-        yield _describe(PROBLEM, "store_emptied", text, "give the orders again, and find out why the server lost its keys")
+        yield _describe(
+            PROBLEM,
+            "store_emptied",
+            text,
+            "give the orders again, and find out why the server lost its keys",
+        )
     if state.must_keep and state.persistence in _UNKEPT:
         level, text, change = _UNKEPT[state.persistence]
-        lost = "budgets would be full again, circuit breakers closed, and blocks, kills and grants gone"
+        lost = (
+            "budgets would be full again, circuit breakers closed, and blocks, kills and "
+            "grants gone"
+        )
         yield _describe(level, "store_persistence", f"{text}: {lost}", change)
 
 
@@ -363,18 +429,43 @@ def _find_losses(document: CoverageDocument) -> Iterator[dict[str, Any]]:
     if number := lost.get(DROPPED, 0):
         kept = f"{count(number, 'turn')} {'was' if number == 1 else 'were'} not kept"
         text = f"{kept}: callers begin more conversations than the store keeps per caller"
-        change = "name the conversations with a header (`session.keys`), or tell the callers apart (`limit_keys`)"
+        change = (
+            "name the conversations with a header (`session.keys`), or tell the callers "
+            "apart (`limit_keys`)"
+        )
         yield _describe(PROBLEM, "chains_dropped", text, change)
     if number := lost.get(EVICTED, 0):
-        text = f"the memory store was full, and dropped {number:,} {'entry' if number == 1 else 'entries'} that still counted"
-        change = "`serve --store memory://?max_entries=N` with a larger number, or `serve --store redis://HOST:6379`"
+        text = (
+            f"the memory store was full, and dropped {number:,} "
+            f"{'entry' if number == 1 else 'entries'} that still counted"
+        )
+        change = (
+            "`serve --store memory://?max_entries=N` with a larger number, or `serve --store "
+            "redis://HOST:6379`"
+        )
         yield _describe(PROBLEM, "evicted", text, change)
     if number := lost.get(ABSURD, 0):
-        text = f"{number:,} responses report more tokens than any model can use; they are charged by their size"
-        yield _describe(PROBLEM, "absurd_usage", text, "fix the usage that the upstream reports, or ask its operator to")
+        text = (
+            f"{number:,} responses report more tokens than any model can use; they are charged "
+            "by their size"
+        )
+        yield _describe(
+            PROBLEM,
+            "absurd_usage",
+            text,
+            "fix the usage that the upstream reports, or ask its operator to",
+        )
 
 
 def _describe(level: str, reason: str, text: str, change: str, requests: int = 0) -> dict[str, Any]:
     about = dict.fromkeys(("policy", "mode", "detector", "route"))
     numbers = {"requests": requests, "of": requests, "since_start": requests}
-    return {"level": level, "reason": reason, **about, **numbers, "text": text, "place": None, "change": change}
+    return {
+        "level": level,
+        "reason": reason,
+        **about,
+        **numbers,
+        "text": text,
+        "place": None,
+        "change": change,
+    }

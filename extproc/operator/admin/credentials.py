@@ -2,8 +2,8 @@
 
 On loopback, a server without a token file writes one for its own user; see `local_token`.
 
-Pages cannot make changes through a user's browser (CSRF): it sends no token by itself, and a page's requests are recognized by
-their headers.
+Pages cannot make changes through a user's browser (CSRF): it sends no token by itself, and a page's
+requests are recognized by their headers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ class Asking(NamedTuple):
 
 
 class Credentials:
-    """The tokens in a file. The file is read for each request with a token, so changing it needs no restart.
+    """The tokens in a file.
+
+    The file is read for each request with a token, so changing it needs no restart.
 
     Attributes:
-        local_address: the admin port's address if only this machine can connect, else empty. A page's commands use it instead
-            of `Host`, which may be a tunnel's, or resolve to another server when the command sends its token.
+        local_address: the admin port's address if only this machine can connect, else empty. A
+            page's commands use it instead of `Host`, which may be a tunnel's, or resolve to another
+            server when the command sends its token.
     """
 
     def __init__(self, path: str, socket_path: str = "") -> None:
@@ -91,20 +94,37 @@ class Credentials:
         if self._shared is not None:
             return Asking(admin, "", here)
         if self._path and self.local_address:
-            return Asking(admin, f" --token-file {shlex.quote(self._path)}", "Run the commands where the token file is.")
+            return Asking(
+                admin,
+                f" --token-file {shlex.quote(self._path)}",
+                "Run the commands where the token file is.",
+            )
         if self._path:
-            return Asking(admin, "", "Add --token-file PATH to the commands, a file with a token of this server.")
+            return Asking(
+                admin,
+                "",
+                "Add --token-file PATH to the commands, a file with a token of this server.",
+            )
         if self._socket_path:
             return Asking(f" --admin {shlex.quote(f'unix:{self._socket_path}')}", "", here)
-        return Asking(admin, "", "This server takes no orders: start it with --admin-token-file or --admin-socket.")
+        return Asking(
+            admin,
+            "",
+            "This server takes no orders: start it with --admin-token-file or --admin-socket.",
+        )
 
     def check(self, request: Request) -> str:
         """The operator's name and kind of credential; raises HTTPException if the request may not make changes."""
         if any(header in request.headers for header in _BROWSERS):
-            raise HTTPException(HTTPStatus.FORBIDDEN, "browsers cannot make changes; use the loopguard command or curl")
+            raise HTTPException(
+                HTTPStatus.FORBIDDEN,
+                "browsers cannot make changes; use the loopguard command or curl",
+            )
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
-            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
+            raise HTTPException(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json"
+            )
         name = _ODD.sub("?", request.headers.get(OPERATOR_HEADER, "somebody"))[:_LONGEST_NAME]
         # The Unix socket's address has no port. File permissions protect the socket.
         server = request.scope.get("server")
@@ -116,22 +136,35 @@ class Credentials:
     def _check_token(self, request: Request) -> None:
         if not self._path:
             raise HTTPException(
-                HTTPStatus.FORBIDDEN, "this port is read-only: start the server with --admin-token-file, or use --admin-socket"
+                HTTPStatus.FORBIDDEN,
+                (
+                    "this port is read-only: start the server with --admin-token-file, or use "
+                    "--admin-socket"
+                ),
             )
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         try:
             tokens = self._read()
         except (OSError, ValueError) as error:
-            told = f"{self._shared or 'the token file'}: {_explain(error)}{'; restart the server' if self._shared else ''}"
+            told = (
+                f"{self._shared or 'the token file'}: "
+                f"{_explain(error)}{'; restart the server' if self._shared else ''}"
+            )
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, told) from None
         given = shown.strip().encode("utf-8", "surrogateescape")
-        good = [hmac.compare_digest(given, token) for token in tokens]  # constant time: always compare with all tokens
+        good = [
+            hmac.compare_digest(given, token) for token in tokens
+        ]  # constant time: always compare with all tokens
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
             source = self._shared or "--admin-token-file"
             hint = f"this needs a token from {source}"
             if not shown:
-                hint = f"no token given: set --token-file{f' {self._shared}' if self._shared else ''}, or use --admin-socket"
+                hint = (
+                    "no token given: set "
+                    f"--token-file{f' {self._shared}' if self._shared else ''}, or use "
+                    "--admin-socket"
+                )
             raise HTTPException(HTTPStatus.UNAUTHORIZED, hint, challenge)
 
     def _read(self) -> list[bytes]:

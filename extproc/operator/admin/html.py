@@ -1,6 +1,7 @@
 """HTML pages of the admin port.
 
-All values are escaped. The Content-Security-Policy allows only the page's own style and script, and no external resources.
+All values are escaped. The Content-Security-Policy allows only the page's own style and script, and
+no external resources.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 _POLICY = (
-    "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; form-action 'self';"
+    "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; "
+    "form-action 'self';"
     " base-uri 'none'; frame-ancestors 'none'"
 )
 
@@ -30,7 +32,12 @@ REFRESH_SECONDS = 3
 
 _HTML = "text/html"
 
-_NOTES = {"steer": "note to the model", "land": "asked for a last answer", "throttle": "delayed", "warn": "warned"}
+_NOTES = {
+    "steer": "note to the model",
+    "land": "asked for a last answer",
+    "throttle": "delayed",
+    "warn": "warned",
+}
 """Text for an action on a forwarded request."""
 
 
@@ -43,7 +50,9 @@ def send_html(request: Request, template: str, at: str, **values: object) -> HTM
     """Render a template with these values; `at` is the report's time in the format of RFC 3339."""
     nonce = secrets.token_urlsafe(16)
     common = {"nonce": nonce, "now": read_time(at), "refresh": REFRESH_SECONDS, "notes": _NOTES}
-    html = _load(template).render(**common, asking=request.app.state.credentials.explain(request), **values)
+    html = _load(template).render(
+        **common, asking=request.app.state.credentials.explain(request), **values
+    )
     headers = {
         "content-security-policy": _POLICY.format(nonce),
         "cache-control": "no-store",
@@ -55,14 +64,19 @@ def send_html(request: Request, template: str, at: str, **values: object) -> HTM
 
 @cache
 def _load(name: str) -> Template:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # rarely needed
+    # Rarely needed
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
     environment.filters["number"] = lambda number: f"{number:,}"
     environment.filters["count"] = count
     environment.filters["money"] = write_money
-    environment.filters["age"] = pass_context(lambda context, text: write_age(context["now"] - read_time(text)))
+    environment.filters["age"] = pass_context(
+        lambda context, text: write_age(context["now"] - read_time(text))
+    )
     environment.filters["now"] = pass_context(lambda context, row: write_now(row, context["now"]))
     return environment.get_template(name)
 

@@ -1,6 +1,7 @@
 """The token that a server on loopback shares with its own user's commands, in a file that only this user can read or replace.
 
-A server writes a new token at startup, so a file left behind by a crash is useless. The file is named after the port.
+A server writes a new token at startup, so a file left behind by a crash is useless. The file is
+named after the port.
 """
 # interpreted: reads and writes one file
 
@@ -33,7 +34,11 @@ def write_token(port: int) -> Path:
     path.parent.mkdir(mode=_FOLDER, exist_ok=True)
     _check(path.parent, path.parent.lstat(), _FOLDER)
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _FILE), "w", encoding="ascii") as file:
+    with os.fdopen(
+        os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _FILE),
+        "w",
+        encoding="ascii",
+    ) as file:
         file.write(f"{secrets.token_urlsafe(_BYTES)}\n")
     new.replace(path)
     return path

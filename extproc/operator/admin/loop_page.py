@@ -66,7 +66,10 @@ def route_page(pages: LoopPages, sessions: SessionPages, budgets: BudgetPages) -
 def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
     """Charts of a report's curves, one per policy and mode, busiest first."""
     name = itemgetter("policy", "mode")
-    charts = [_draw(policy, mode, list(own)) for (policy, mode), own in groupby(sorted(curves, key=name), name)]
+    charts = [
+        _draw(policy, mode, list(own))
+        for (policy, mode), own in groupby(sorted(curves, key=name), name)
+    ]
     return sorted(charts, key=lambda chart: -sum(total for _, total in chart.actions))
 
 
@@ -81,15 +84,23 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
             height = round(_HEIGHT * curve["minutes"][minute] / max(1, most), 1)
             if height:
                 top += height
-                bars.append(CurveBar(curve["action"], minute * _BAR, round(_HEIGHT + 3 - top, 1), height))
-    return PolicyChart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
+                bars.append(
+                    CurveBar(curve["action"], minute * _BAR, round(_HEIGHT + 3 - top, 1), height)
+                )
+    return PolicyChart(
+        policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars
+    )
 
 
-def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: BudgetPages) -> Response:
+def _send(
+    request: Request, pages: LoopPages, sessions: SessionPages, budgets: BudgetPages
+) -> Response:
     selection = read_selection(request.query_params, GROUP_SORTS)
     report = pages.report(request, selection)
     runs = sessions.report(request, Selection(selection.policy, selection.caller))
-    used = budgets.report(request, Selection(selection.policy, selection.caller, limit=_MAX_BUDGETS))
+    used = budgets.report(
+        request, Selection(selection.policy, selection.caller, limit=_MAX_BUDGETS)
+    )
     charts, orders = draw_charts(report["curves"]), list(pages.list_orders())
     exploding = [run for run in runs["sessions"] if run["exploding"] and not selection.tool]
     failing = sum(row["active"] for row in report["incidents"])
@@ -101,7 +112,11 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: B
         "loops.html",
         report["at"],
         report={**report, "conversations": report["conversations"][:_MAX_ROWS]},
-        active=looping + failing + len(exploding) + used["total"]["used_up"] + used["total"]["open_breakers"],
+        active=looping
+        + failing
+        + len(exploding)
+        + used["total"]["used_up"]
+        + used["total"]["open_breakers"],
         headline=", ".join(burning) or "No active loops",
         exploding=exploding[:_MAX_RUNS],
         tight=[row for row in used["budgets"] if not is_healthy(row)],

@@ -13,7 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from extproc.decision import DONE
-from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops
+from extproc.operator.admin.conversation_report import (
+    GROUP_SORTS,
+    LOOPING_SECONDS,
+    Known,
+    group_loops,
+)
 from extproc.operator.admin.reports import (
     Selection,
     TablePages,
@@ -36,7 +41,8 @@ ENDED_SECONDS = 300
 ACTIONS = {action.value: word for action, word in DONE.items()}
 
 _ESTIMATE = (
-    f"input tokens that the access log does not report are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body"
+    "input tokens that the access log does not report are estimated: one per "
+    f"{BYTES_PER_TOKEN} bytes of a request's body"
 )
 
 _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -75,7 +81,9 @@ class LoopPages(TablePages[LoopDocument]):
             prices,
             now,
         )
-        explosions = list_explosions(runs, selection, shows_callers=shown, now=now, orders=known.orders)
+        explosions = list_explosions(
+            runs, selection, shows_callers=shown, now=now, orders=known.orders
+        )
         return {
             **describe_view(view, now),
             "estimate": _ESTIMATE,
@@ -90,19 +98,29 @@ class LoopPages(TablePages[LoopDocument]):
         if not price:
             return self._prices
         if not _RATE.fullmatch(price):
-            raise HTTPException(HTTPStatus.BAD_REQUEST, "price must be US dollars per million input tokens, such as 2.50")
+            raise HTTPException(
+                HTTPStatus.BAD_REQUEST,
+                "price must be US dollars per million input tokens, such as 2.50",
+            )
         return Prices(float(price))
 
 
 def describe_loops(
-    loops: Sequence[Loop], prices: Prices, runs: Sequence[SessionRow], *, shows_callers: bool, now: float
+    loops: Sequence[Loop],
+    prices: Prices,
+    runs: Sequence[SessionRow],
+    *,
+    shows_callers: bool,
+    now: float,
 ) -> list[dict[str, Any]]:
     """Describe loops, in order."""
     sessions = {(run.policy, run.mode, run.tenant, run.session): run for run in runs}
     return [
         {
             **_describe(loop, prices, shows_callers=shows_callers, now=now),
-            **_describe_after_notes(loop, sessions.get((loop.policy, loop.mode, loop.tenant, loop.session)), now),
+            **_describe_after_notes(
+                loop, sessions.get((loop.policy, loop.mode, loop.tenant, loop.session)), now
+            ),
         }
         for loop in loops
     ]
@@ -111,9 +129,18 @@ def describe_loops(
 def describe_history(document: LoopDocument, selection: Selection, now: float) -> dict[str, Any]:
     """The changes after notes and the curves of the last hour, by policy."""
     return {
-        "after_notes": [each for each in _sum_after_notes(document, now) if selection.policy in ("", each["policy"])],
+        "after_notes": [
+            each
+            for each in _sum_after_notes(document, now)
+            if selection.policy in ("", each["policy"])
+        ],
         "curves": [
-            {"policy": line.policy, "mode": line.mode, "action": line.action, "minutes": line.counts}
+            {
+                "policy": line.policy,
+                "mode": line.mode,
+                "action": line.action,
+                "minutes": line.counts,
+            }
             for line in document.lines
             if selection.policy in ("", line.policy)
         ],
@@ -124,10 +151,14 @@ def _describe_after_notes(loop: Loop, run: SessionRow | None, now: float) -> dic
     """The changes after a loop's notes, and its session's tokens before and after, if all calls are known."""
     arms = {arm: _read_arm(loop, arm) for arm in ARMS}
     began, calls = loop.first, run.calls if run is not None else []
-    sides = [call.tokens for call in calls if call.at < began], [call.tokens for call in calls if call.at >= began]
+    sides = (
+        [call.tokens for call in calls if call.at < began],
+        [call.tokens for call in calls if call.at >= began],
+    )
     known = run is not None and bool(loop.after) and len(calls) == run.steps
     before, since = [
-        sum([sum(tokens[:2]) for tokens in side if tokens]) if known and None not in side else None for side in sides
+        sum([sum(tokens[:2]) for tokens in side if tokens]) if known and None not in side else None
+        for side in sides
     ]
     return {
         "cause": loop.cause or None,
@@ -142,7 +173,11 @@ def _describe_after_notes(loop: Loop, run: SessionRow | None, now: float) -> dic
 
 
 def _read_arm(loop: Loop, arm: str) -> dict[str, int]:
-    return {name.removeprefix(f"{arm} "): count for name, count in loop.after.items() if name.startswith(f"{arm} ")}
+    return {
+        name.removeprefix(f"{arm} "): count
+        for name, count in loop.after.items()
+        if name.startswith(f"{arm} ")
+    }
 
 
 def _is_open(loop: Loop, now: float) -> bool:
@@ -156,9 +191,14 @@ def _sum_after_notes(document: LoopDocument, now: float) -> list[dict[str, Any]]
     active: Counter[tuple[str, ...]] = Counter()
     for loop in document.loops:
         for arm in ARMS if loop.after and _is_open(loop, now) else ():
-            active[loop.policy, loop.detector, loop.mode, loop.cause, arm] += count_open(_read_arm(loop, arm))
+            active[loop.policy, loop.detector, loop.mode, loop.cause, arm] += count_open(
+                _read_arm(loop, arm)
+            )
     names = ("policy", "detector", "mode", "cause", "arm")
-    return [{**dict(zip(names, key, strict=True)), **describe_after(counts, active[key])} for key, counts in groups.items()]
+    return [
+        {**dict(zip(names, key, strict=True)), **describe_after(counts, active[key])}
+        for key, counts in groups.items()
+    ]
 
 
 def _describe(loop: Loop, prices: Prices, *, shows_callers: bool, now: float) -> dict[str, Any]:

@@ -18,12 +18,20 @@ from extproc.operator.overrides import OverrideService, describe_override
 
 
 def route_overrides(
-    service: OverrideService, credentials: Credentials, find_loop: Callable[[], asyncio.AbstractEventLoop]
+    service: OverrideService,
+    credentials: Credentials,
+    find_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> list[Route]:
-    """`/overrides`: GET lists, POST adds, DELETE of one revokes it; `find_loop` returns the service's event loop."""
+    """`/overrides`.
+
+    GET lists, POST adds, DELETE of one revokes it; `find_loop` returns the service's event loop.
+    """
 
     def list_all() -> Page:
-        return Page(HTTPStatus.OK, {"overrides": [describe_override(override) for override in service.list_standing()]})
+        return Page(
+            HTTPStatus.OK,
+            {"overrides": [describe_override(override) for override in service.list_standing()]},
+        )
 
     async def give(request: Request) -> Response:
         who = await asyncio.to_thread(credentials.check, request)
@@ -42,7 +50,12 @@ def route_overrides(
         except BadOrderError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
         if not found:
-            return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"there is no override {name}; it may have ended"}))
+            return send_page(
+                Page(
+                    HTTPStatus.NOT_FOUND,
+                    {"error": f"there is no override {name}; it may have ended"},
+                )
+            )
         return send_page(Page(HTTPStatus.OK, {"revoked": name}))
 
     return [

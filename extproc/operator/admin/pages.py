@@ -1,7 +1,7 @@
 """The admin endpoints as an ASGI application, with responses that explain errors.
 
-Endpoints that are plain functions run in threads and do not block each other. `async` endpoints run on the admin server's event
-loop and must not compute for long.
+Endpoints that are plain functions run in threads and do not block each other. `async` endpoints run
+on the admin server's event loop and must not compute for long.
 """
 
 from __future__ import annotations
@@ -47,16 +47,26 @@ class Page(NamedTuple):
     body: Any
 
 
-def make_app(metrics: Metrics, routes: Sequence[Route], credentials: Credentials | None = None) -> Starlette:
-    """The application with `/metrics` and these routes. Pages show how to give orders with `credentials`."""
+def make_app(
+    metrics: Metrics, routes: Sequence[Route], credentials: Credentials | None = None
+) -> Starlette:
+    """The application with `/metrics` and these routes.
+
+    Pages show how to give orders with `credentials`.
+    """
     written = {"content-type": CONTENT_TYPE_LATEST}
-    every = [Route("/metrics", lambda _: Response(generate_latest(metrics.registry), headers=written)), *routes]
+    every = [
+        Route("/metrics", lambda _: Response(generate_latest(metrics.registry), headers=written)),
+        *routes,
+    ]
     known = ", ".join(dict.fromkeys(route.path for route in every))
 
     def miss(_: Request, __: Exception) -> Response:
         return PlainTextResponse(f"not found; available: {known}\n", HTTPStatus.NOT_FOUND)
 
-    app = Starlette(routes=every, exception_handlers={404: miss, HTTPException: _refuse, Exception: _fail})
+    app = Starlette(
+        routes=every, exception_handlers={404: miss, HTTPException: _refuse, Exception: _fail}
+    )
     app.state.credentials = credentials or Credentials("")
     return app
 
@@ -72,7 +82,9 @@ def route_probes(probes: Probes) -> Route:
     def follow(request: Request) -> Response:
         probe = request.path_params["probe"]
         if not _PROBE.fullmatch(probe):
-            return send_page(Page(HTTPStatus.BAD_REQUEST, {"error": "a probe's name is 32 hex digits"}))
+            return send_page(
+                Page(HTTPStatus.BAD_REQUEST, {"error": "a probe's name is 32 hex digits"})
+            )
         return send_page(Page(HTTPStatus.OK, {"requests": probes.follow(probe)}))
 
     return Route("/probes/{probe}", follow)
@@ -80,7 +92,9 @@ def route_probes(probes: Probes) -> Route:
 
 def send_page(page: Page) -> Response:
     """Convert a page to a response."""
-    return Response(json.dumps(page.body, indent=2) + "\n", page.status, media_type="application/json")
+    return Response(
+        json.dumps(page.body, indent=2) + "\n", page.status, media_type="application/json"
+    )
 
 
 async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
@@ -89,7 +103,9 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY:
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {MAX_BODY} bytes")
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {MAX_BODY} bytes"
+            )
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -104,20 +120,29 @@ async def ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> 
             return await asked
     except StoreError as error:
         full = error.kind == "full"
-        raise HTTPException(HTTPStatus.CONFLICT if full else HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
+        raise HTTPException(
+            HTTPStatus.CONFLICT if full else HTTPStatus.SERVICE_UNAVAILABLE, str(error)
+        ) from None
     except TimeoutError:
-        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "no answer in time; check whether it took effect") from None
+        raise HTTPException(
+            HTTPStatus.SERVICE_UNAVAILABLE, "no answer in time; check whether it took effect"
+        ) from None
 
 
 def is_near(request: Request) -> bool:
     """Whether the client is on this machine (Unix socket or loopback), and not a remote page in a local browser.
 
-    After DNS rebinding, a remote page's requests also come from loopback, but with the page's own name in `Host`.
+    After DNS rebinding, a remote page's requests also come from loopback, but with the page's own
+    name in `Host`.
     """
     if request.client is None:
         return True
     found = _HOST.fullmatch(request.headers.get("host", ""))
-    return _is_loopback(request.client.host) and found is not None and (not found[0] or _is_loopback(found["host"].strip("[]")))
+    return (
+        _is_loopback(request.client.host)
+        and found is not None
+        and (not found[0] or _is_loopback(found["host"].strip("[]")))
+    )
 
 
 def _is_loopback(text: str) -> bool:

@@ -34,8 +34,8 @@ class Selection(NamedTuple):
     """The requested part of a table.
 
     Attributes:
-        caller: selects callers by a prefix of their hash, the hash of a single value, an alias, a label or, if values are
-            shown, a value or `NAME=VALUE`.
+        caller: selects callers by a prefix of their hash, the hash of a single value, an alias, a
+            label or, if values are shown, a value or `NAME=VALUE`.
         sort: one of the table's sort keys; empty for the first.
     """
 
@@ -52,7 +52,8 @@ class TablePages(Generic[AnyDocument]):
     Attributes:
         path: path of the report.
         sorts: sort keys of the report.
-        may_see_callers: returns whether a client may see callers' values, if these are shown at all.
+        may_see_callers: returns whether a client may see callers' values, if these are shown at
+            all.
         list_orders: returns the active orders.
         summarize: returns the coverage summary of the report; see `CoveragePages`.
     """
@@ -75,7 +76,12 @@ class TablePages(Generic[AnyDocument]):
         """The route of the report; a request's query is its selection."""
 
         def send(request: Request) -> Response:
-            return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, self.sorts))))
+            return send_page(
+                Page(
+                    HTTPStatus.OK,
+                    self.report(request, read_selection(request.query_params, self.sorts)),
+                )
+            )
 
         return [Route(self.path, send)]
 
@@ -90,25 +96,40 @@ def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(sorts)}")
     if not (re.fullmatch("[0-9]{1,4}", limit) and 1 <= int(limit) <= MAX_ROWS):
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"limit must be 1 to {MAX_ROWS}")
-    return Selection(query.get("policy", ""), query.get("caller", ""), query.get("tool", ""), sort, int(limit))
+    return Selection(
+        query.get("policy", ""), query.get("caller", ""), query.get("tool", ""), sort, int(limit)
+    )
 
 
-def select(rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts) -> list[dict[str, Any]]:
+def select(
+    rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts
+) -> list[dict[str, Any]]:
     """The selected rows, sorted; the limit is not applied."""
     sort = selection.sort or next(iter(sorts))
-    return sorted((row for row in rows if matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
+    return sorted(
+        (row for row in rows if matches(row, selection)),
+        key=sorts[sort],
+        reverse=sort != OLDEST_FIRST,
+    )
 
 
 def matches(row: Mapping[str, Any], selection: Selection) -> bool:
     """Whether a row is selected."""
     if selection.policy not in ("", row["policy"]):
         return False
-    if selection.tool and selection.tool not in row.get("tools", [selection.tool]):  # sessions are not separated by tool
+    if selection.tool and selection.tool not in row.get(
+        "tools", [selection.tool]
+    ):  # sessions are not separated by tool
         return False
     shown, chosen = row["descriptors"] or {}, selection.caller
     pairs = [f"{name}={value}" for name, value in shown.items()]
     known = [row["alias"], *row["names"], *(row["labels"] or {}).values()]
-    return row["caller"].startswith(chosen) or chosen in (*known, *shown.values(), *pairs, ", ".join(pairs))
+    return row["caller"].startswith(chosen) or chosen in (
+        *known,
+        *shown.values(),
+        *pairs,
+        ", ".join(pairs),
+    )
 
 
 def describe_caller(row: Loop | SessionRow | BudgetRow, *, shows_callers: bool) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Suggested commands for rows, such as stopping a loop or freeing its caller. Pages cannot give orders, so users copy them."""
+"""Suggested commands for rows, such as stopping a loop or freeing its caller.
+
+Pages cannot give orders, so users copy them.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,50 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from extproc.budgets.commands import SOME_REQUESTS, round_up, write_breaker_release, write_budget_grant
+from extproc.budgets.commands import (
+    SOME_REQUESTS,
+    round_up,
+    write_breaker_release,
+    write_budget_grant,
+)
 from extproc.budgets.guard import BREAKER_BUDGET
 from extproc.engine.orders import BLOCK, KILL
 from extproc.operator.admin.row_states import is_healthy
 from extproc.sessions.limits import MAX_COST, MAX_STEPS, MAX_TOOL_CALLS, write_grant
 
-_GRANTS = {MAX_STEPS: ("--steps", 20), MAX_TOOL_CALLS: ("--tool-calls", 20), MAX_COST: ("--cost", 5)}
+_GRANTS = {
+    MAX_STEPS: ("--steps", 20),
+    MAX_TOOL_CALLS: ("--tool-calls", 20),
+    MAX_COST: ("--cost", 5),
+}
 """Flag and default amount of a grant, by limit."""
 
 _SHORT, _LONG = "--for 30m", "--for 2h"
 
 
 def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]:
-    """Commands for a looping conversation, by purpose. If `limited`, its session has limits, so it can be killed."""
+    """Commands for a looping conversation, by purpose.
+
+    If `limited`, its session has limits, so it can be killed.
+    """
     loops = row["loops"]
     session = row["session"] or ""
     fingerprints = {loop["fingerprint"] for loop in loops}
-    alike = fingerprints.pop() if len(fingerprints) == 1 and all(len(loop["tools"]) < 2 for loop in loops) else ""  # noqa: PLR2004  # a cycle
+    alike = (
+        fingerprints.pop()
+        if len(fingerprints) == 1 and all(len(loop["tools"]) < 2 for loop in loops)  # noqa: PLR2004  # a cycle
+        else ""
+    )
     # Detectors without sessions know only the caller and the fingerprint.
     known = session if loops and all(loop["session"] == session for loop in loops) else ""
-    stop = _write("block", _SHORT, caller=row["caller"], session=session, fingerprint="" if session else alike)
+    stop = _write(
+        "block", _SHORT, caller=row["caller"], session=session, fingerprint="" if session else alike
+    )
     return {
         "stop": _write("kill", caller=row["caller"], session=session) if limited else stop,
-        "free": _write("allow", _LONG, caller=row["caller"], session=known, fingerprint="" if known else alike),
+        "free": _write(
+            "allow", _LONG, caller=row["caller"], session=known, fingerprint="" if known else alike
+        ),
         **_suggest_ending(row["orders"]),
     }
 
@@ -44,7 +67,10 @@ def suggest_for_incident(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _suggest_ending(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Commands that end a row's orders. An `allow` does not lift a block or kill; only revoking it does."""
+    """Commands that end a row's orders.
+
+    An `allow` does not lift a block or kill; only revoking it does.
+    """
     stops = [order for order in orders if order["kind"] in (BLOCK, KILL)]
     return {"free": _revoke(stops[0])} if stops else _suggest_revoking(orders)
 
@@ -57,7 +83,8 @@ def suggest_for_order(order: Mapping[str, Any]) -> dict[str, str]:
 def suggest_for_budget(row: Mapping[str, Any], *, asked: float, orderable: bool) -> dict[str, str]:
     """Commands for a caller's budget: a grant, or a release of its circuit breaker.
 
-    `asked` is the amount that the last refused request asked for, or 0. `orderable` is as in `BudgetRow`.
+    `asked` is the amount that the last refused request asked for, or 0. `orderable` is as in
+    `BudgetRow`.
     """
     whole, left = float(row["limit"]), float(row["left"])
     asked = asked or max(0.0, float(row["used"])) / max(1, row["requests"])
@@ -92,14 +119,20 @@ def _suggest_more(row: Mapping[str, Any], session: str) -> str:
         over, most = max(0, refused["used"] - refused["allowed"]), usual
         if flag == "--cost":
             most = max(usual, SOME_REQUESTS * row["actual_cost"] / max(1, row["total_step_count"]))
-        return _write("grant", f"{flag} {round_up(over + most) if over or most > usual else usual:.9g}", **about)
+        return _write(
+            "grant",
+            f"{flag} {round_up(over + most) if over or most > usual else usual:.9g}",
+            **about,
+        )
     asked = refused["limit"], refused["tool"] or "", refused["used"], refused["allowed"]
     grant = write_grant(session, row["caller"], *asked) if session else ""
     return grant or _write("release", **about)
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    kept = [order for order in orders if "budget" not in order or order.get("raises")]  # one-time grants are final
+    kept = [
+        order for order in orders if "budget" not in order or order.get("raises")
+    ]  # one-time grants are final
     return {"revoke": _revoke(kept[0])} if kept else {}
 
 

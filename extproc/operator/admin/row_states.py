@@ -12,7 +12,13 @@ _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _NEARLY_USED = 80
 """Percentage of a budget."""
 
-_DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
+_DONE = {
+    "release": "released",
+    "allow": "allowed",
+    "block": "blocked",
+    "kill": "killed",
+    "grant": "granted",
+}
 _FIRST = (KILL, BLOCK, ALLOW)
 """Orders that apply to every request, by precedence."""
 
@@ -23,7 +29,9 @@ def write_now(row: Mapping[str, Any], now: float) -> str:
     `now` is in seconds since 1970. Other orders, such as grants, are shown until the next request.
     """
     orders = row["orders"]
-    order = next((each for kind in _FIRST for each in orders if each["kind"] == kind), None) or next(
+    order = next(
+        (each for kind in _FIRST for each in orders if each["kind"] == kind), None
+    ) or next(
         (each for each in orders if read_time(each["since"]) >= read_time(row["last_seen"])), None
     )
     if order is not None:

@@ -1,12 +1,15 @@
 """The report of a run: why it ended, how long models and tools took, and its steps.
 
-Totals come from the session's ledger, which all replicas share. Steps, refusals and grants come from the replicas' tables,
-which have only the newest. So no request waits for the report, and ledgers stay small.
+Totals come from the session's ledger, which all replicas share. Steps, refusals and grants come
+from the replicas' tables, which have only the newest. So no request waits for the report, and
+ledgers stay small.
 
-Responses are never read. A run therefore counts as done if its last request was answered and no other has followed.
+Responses are never read. A run therefore counts as done if its last request was answered and no
+other has followed.
 
-A run ends with its last agent. A refusal by an agent limit ends only the refused agent. A refusal by a limit of the whole
-session ends each agent with its next request. A refusal in shadow mode ends nothing.
+A run ends with its last agent. A refusal by an agent limit ends only the refused agent. A refusal
+by a limit of the whole session ends each agent with its next request. A refusal in shadow mode ends
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ _MANY_AGENTS = 32
 """Active agents that count as an explosion without agent limits: more than orchestrators start on purpose."""
 
 _QUIET_SECONDS = 60
-"""A run counts as done this long after its last response. It may also be waiting for a person or a slow tool."""
+"""A run counts as done this long after its last response.
+
+It may also be waiting for a person or a slow tool.
+"""
 
 _OPEN_SECONDS = 600
 """After this time without an access log entry, the outcome of a request is unknown."""
@@ -40,7 +46,11 @@ def find_running(rows: Iterable[SessionRow], now: float) -> set[tuple[str, ...]]
     known = {(row.tenant, row.policy, row.mode, row.session): row for row in rows}
     running: set[tuple[str, ...]] = set()
     for row in known.values():
-        if not row.started_by or now - row.last >= ACTIVE_SECONDS or explain_end(row, now) is not None:
+        if (
+            not row.started_by
+            or now - row.last >= ACTIVE_SECONDS
+            or explain_end(row, now) is not None
+        ):
             continue
         above: SessionRow | None = row
         while above is not None and above.started_by:
@@ -53,7 +63,8 @@ def find_running(rows: Iterable[SessionRow], now: float) -> set[tuple[str, ...]]
 def explain_end(row: SessionRow, now: float, *, goes_on: bool = False) -> str | None:  # noqa: PLR0911  # a reason each
     """Why a run ended: killed, steps, refused, error, done or unknown; None while it or any of its agents is active.
 
-    `now` is in seconds since 1970; `goes_on` is whether a session started by one of its agents is active.
+    `now` is in seconds since 1970; `goes_on` is whether a session started by one of its agents is
+    active.
     """
     last, shadow = row.calls[-1] if row.calls else None, row.mode == SHADOW
     if row.ordered or (row.killed and not shadow):
@@ -114,7 +125,9 @@ def describe_usage(row: SessionRow) -> dict[str, Any]:
 def describe_steps(row: SessionRow) -> dict[str, Any]:
     """The newest calls of a run, the number of older steps, and refusals and grants in order."""
     return {
-        "earlier_steps": max(0, row.steps - len([call for call in row.calls if not (call.retry or call.refused)])),
+        "earlier_steps": max(
+            0, row.steps - len([call for call in row.calls if not (call.retry or call.refused)])
+        ),
         "steps": _describe_calls(row),
         "events": [_describe_event(event) for event in row.events],
     }
@@ -136,8 +149,14 @@ def _describe_calls(row: SessionRow) -> list[dict[str, Any]]:
             "model": call.model or None,
             "tools": call.tools,
             "tool_errors": call.errors,
-            "tool_seconds": round(gap, 3) if gap is not None and gap >= 0 else None,  # negative if sent before the response
-            **(dict.fromkeys(_WORDS) if call.tokens is None else dict(zip(_WORDS, call.tokens, strict=True))),
+            "tool_seconds": round(gap, 3)
+            if gap is not None and gap >= 0
+            else None,  # negative if sent before the response
+            **(
+                dict.fromkeys(_WORDS)
+                if call.tokens is None
+                else dict(zip(_WORDS, call.tokens, strict=True))
+            ),
             "model_seconds": call.model_ms / 1000 if call.settled else None,
             "status": call.status or None,
             "settled": call.settled,

@@ -22,7 +22,10 @@ CLIENT_SECONDS = 30
 """Timeout for a request and its response, even if the client keeps sending or reading bytes."""
 
 _MAX_CLIENTS = 256
-"""Maximum number of connections. Beyond it, the oldest request's connection is dropped, so that health probes succeed."""
+"""Maximum number of connections.
+
+Beyond it, the oldest request's connection is dropped, so that health probes succeed.
+"""
 
 _OWNER_ONLY = 0o600
 
@@ -61,7 +64,9 @@ class AdminServer:
         except BaseException:
             sockets[0].close()
             raise
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets)), name="admin", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._server.serve(sockets)), name="admin", daemon=True
+        )
         self._thread.start()
         return f"{address.text.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
 
@@ -75,7 +80,8 @@ class AdminServer:
 class _Protocol(H11Protocol):
     """uvicorn's protocol, with bounds for clients that are slow, silent or many."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base class's
+    # As the base class's
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._allow_time()
         others = [other for other in self.connections if isinstance(other, _Protocol)]

@@ -52,7 +52,11 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "steps": lambda session: session["total_step_count"],
     "tool_calls": lambda session: session["total_tool_calls"],
     "blocks": lambda session: session["total_block_count"],
-    "agents": lambda session: (session["exploding"], session["agents"]["active"], session["agents"]["refused_requests"]),
+    "agents": lambda session: (
+        session["exploding"],
+        session["agents"]["active"],
+        session["agents"]["refused_requests"],
+    ),
 }
 """Sort keys. The largest or latest comes first."""
 
@@ -71,7 +75,9 @@ class SessionPages(TablePages[SessionDocument]):
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The answer to a request."""
         orders, shown = OrderIndex(self.list_orders()), self._sees_callers(request)
-        report = report_sessions(self._board.view(), selection, shows_callers=shown, now=time(), orders=orders)
+        report = report_sessions(
+            self._board.view(), selection, shows_callers=shown, now=time(), orders=orders
+        )
         return {**report, "coverage": self.summarize()}
 
     def _send_one(self, request: Request) -> Response:
@@ -79,12 +85,19 @@ class SessionPages(TablePages[SessionDocument]):
         rows = [row for row in view.document.rows if row.session == session]
         if not rows:
             known = "it may have been idle for an hour, or evicted by newer sessions"
-            return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
+            return send_page(
+                Page(
+                    HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}
+                )
+            )
         shown = self._sees_callers(request)
         orders = OrderIndex(self.list_orders())
         running = find_running(view.document.rows, time())
         runs = [
-            {**describe_session(row, shows_callers=shown, orders=orders, running=running), **describe_steps(row)}
+            {
+                **describe_session(row, shows_callers=shown, orders=orders, running=running),
+                **describe_steps(row),
+            }
             for row in rows
         ]
         report = {**describe_view(view, time()), "sessions": runs}
@@ -106,7 +119,10 @@ def report_sessions(
     """The JSON of `/sessions`."""
     rows = view.document.rows
     running = find_running(rows, time())
-    described = (describe_session(row, shows_callers=shows_callers, orders=orders, running=running) for row in rows)
+    described = (
+        describe_session(row, shows_callers=shows_callers, orders=orders, running=running)
+        for row in rows
+    )
     found = select(described, selection, SORTS)
     counted = ("total_step_count", "total_tool_calls", "total_block_count")
     money = ("actual_cost", "estimated_cost")
@@ -117,22 +133,33 @@ def report_sessions(
             "callers": len({session["caller"] for session in found}),
             "killed": sum(session["killed"] is not None for session in found),
             **{name: sum(session[name] for session in found) for name in counted},
-            **{name: round(math.fsum(session[name] for session in found), _DIGITS) for name in money},
+            **{
+                name: round(math.fsum(session[name] for session in found), _DIGITS)
+                for name in money
+            },
         },
     }
     return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
 def describe_session(
-    row: SessionRow, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS, running: Collection[tuple[str, ...]] = ()
+    row: SessionRow,
+    *,
+    shows_callers: bool,
+    orders: OrderIndex = NO_ORDERS,
+    running: Collection[tuple[str, ...]] = (),
 ) -> dict[str, Any]:
     """A session's usage and its orders, including those not yet applied to a request.
 
     `running` is the result of `find_running`.
     """
     now = time()
-    ended = explain_end(row, now, goes_on=(row.tenant, row.policy, row.mode, row.session) in running)
-    hashes = {name: hash_descriptor(name, value) for name, value in row.caller}  # empty if callers' values are not published
+    ended = explain_end(
+        row, now, goes_on=(row.tenant, row.policy, row.mode, row.session) in running
+    )
+    hashes = {
+        name: hash_descriptor(name, value) for name, value in row.caller
+    }  # empty if callers' values are not published
     orders_met = orders.find(ShownRow({row.policy}, list_names(row), hashes, {row.session}))
     described = {
         "session": row.session,
@@ -166,14 +193,22 @@ def describe_session(
 
 
 def list_explosions(
-    rows: Sequence[SessionRow], selection: Selection, *, shows_callers: bool, now: float, orders: OrderIndex
+    rows: Sequence[SessionRow],
+    selection: Selection,
+    *,
+    shows_callers: bool,
+    now: float,
+    orders: OrderIndex,
 ) -> list[dict[str, Any]]:
     """Sessions that start too many agents, worst first, with the fields of rows of `/loops`."""
     if selection.tool:  # sessions have no single tool
         return []
     running = find_running(rows, now)
     exploding = [row for row in rows if is_exploding(row, now)]
-    described = (describe_session(row, shows_callers=shows_callers, orders=orders, running=running) for row in exploding)
+    described = (
+        describe_session(row, shows_callers=shows_callers, orders=orders, running=running)
+        for row in exploding
+    )
     found = select(described, selection._replace(sort="agents"), SORTS)
     return [
         {

@@ -1,7 +1,8 @@
 """Compares, for each request, the action of an enforcing policy (live) with that of its shadow policy (the candidate).
 
-Only the event loop writes the counts. Other threads may see a request in one count and not yet in another. Memory is bounded:
-pairs by `pairings.MAX_PAIRINGS`, callers by sketches, disagreements by `_MAX_DISAGREEMENTS`.
+Only the event loop writes the counts. Other threads may see a request in one count and not yet in
+another. Memory is bounded: pairs by `pairings.MAX_PAIRINGS`, callers by sketches, disagreements by
+`_MAX_DISAGREEMENTS`.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ Kind: TypeAlias = tuple[str, str, str, str, str, str]
 class Disagreements:
     """The most frequent kinds of disagreement, in bounded memory.
 
-    This is the Space-Saving algorithm: a new kind replaces the rarest and inherits its count, which is its maximum overcount.
-    (A. Metwally et al., Efficient computation of frequent and top-k elements in data streams, ICDT 2005.)
+    This is the Space-Saving algorithm: a new kind replaces the rarest and inherits its count, which
+    is its maximum overcount. (A. Metwally et al., Efficient computation of frequent and top-k
+    elements in data streams, ICDT 2005.)
     """
 
     def __init__(self) -> None:
@@ -91,7 +93,8 @@ class Pair:
         acting_tenants: callers that the candidate already acts on.
         refused_tenants: callers with new refusals.
         refused_sessions: sessions with new refusals, if named.
-        refused_loops: conversations with new refusals, or repeated requests without a known conversation.
+        refused_loops: conversations with new refusals, or repeated requests without a known
+            conversation.
         after_notes: counts of changes after notes, by `name_after`.
     """
 
@@ -127,7 +130,8 @@ class Pair:
     def compare(self, live: Outcome | None, candidate: Outcome, *, refused: bool) -> str:
         """Count one request; returns the disagreement (`extra`, `missed`, `only_live` or `only_candidate`), empty for none.
 
-        `live` is None if that policy did not count the request; `refused` is whether any policy refused it.
+        `live` is None if that policy did not count the request; `refused` is whether any policy
+        refused it.
         """
         self.tenants.add(candidate.tenant)
         live_acts = False
@@ -140,7 +144,9 @@ class Pair:
         if not acts and not live_acts:
             self.neither += 1
             return ""
-        refusal = self._compare_refusals(live is not None and live.action is Action.REJECT, candidate, refused=refused)
+        refusal = self._compare_refusals(
+            live is not None and live.action is Action.REJECT, candidate, refused=refused
+        )
         if acts and live_acts:
             self.both += 1
             return refusal
@@ -172,7 +178,10 @@ class Pairs:
         self._by_live: dict[str, list[Pair]] = {}
 
     def follow(self, pairings: Sequence[Pairing], now: float) -> None:
-        """Switch to new pairings; unchanged ones keep their counts. `now` is in seconds since 1970."""
+        """Switch to new pairings; unchanged ones keep their counts.
+
+        `now` is in seconds since 1970.
+        """
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
         pairs = [known.get(pairing) or Pair(pairing, now) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
@@ -187,16 +196,33 @@ class Pairs:
     def show(self, metrics: Metrics) -> None:
         """Register the counts as metrics."""
         text = "Requests compared by a canary, by which of the two policies acts"
-        metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), lambda: self._list_counts(VERDICTS))
+        metrics.show_counts(
+            "canary_requests_total",
+            text,
+            (*_LABELS, "verdict"),
+            lambda: self._list_counts(VERDICTS),
+        )
         text = "Refusals of a canary: new (its label is extra), made already, or missed"
-        metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), lambda: self._list_counts(REFUSALS))
+        metrics.show_counts(
+            "canary_refusals_total",
+            text,
+            (*_LABELS, "refusal"),
+            lambda: self._list_counts(REFUSALS),
+        )
         text = "Compared requests that were refused, by any policy"
         metrics.show_counts(
-            "canary_refused_total", text, _LABELS, lambda: [(pair.labels, pair.refused) for pair in self.list_pairs()]
+            "canary_refused_total",
+            text,
+            _LABELS,
+            lambda: [(pair.labels, pair.refused) for pair in self.list_pairs()],
         )
 
     def _list_counts(self, names: Sequence[str]) -> list[Counts]:
-        return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
+        return [
+            ((*pair.labels, name), getattr(pair, name))
+            for pair in self.list_pairs()
+            for name in names
+        ]
 
     def compare(self, exchange: Exchange, decision: Decision, *, refused: bool) -> None:
         """Count a decided request, or the decided part of one."""
@@ -207,7 +233,9 @@ class Pairs:
                 pair.live_counted += 1
             tried = self._by_candidate.get(outcome.policy)
             if tried is not None:
-                live = _find_outcome(trace, tried.pairing.live) or _find_outcome(exchange.earlier, tried.pairing.live)
+                live = _find_outcome(trace, tried.pairing.live) or _find_outcome(
+                    exchange.earlier, tried.pairing.live
+                )
                 _compare(tried, live, outcome, exchange, refused=refused)
         for change in exchange.after_notes:
             self._count_after(change)
@@ -226,7 +254,9 @@ def name_after(who: str, arm: str, after: str) -> str:
     return f"{who} {arm} {after}"
 
 
-def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, exchange: Exchange, *, refused: bool) -> None:
+def _compare(
+    pair: Pair, live: Outcome | None, candidate: Outcome, exchange: Exchange, *, refused: bool
+) -> None:
     """Count one request for a pair. A candidate that enforces for this caller is not compared."""
     if candidate.mode == "enforce":
         pair.compared_with_live += live is not None
@@ -234,7 +264,9 @@ def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, exchange: Exc
         return
     about = pair.compare(live, candidate, refused=refused)
     if about:
-        _keep_disagreement(pair, about, exchange, candidate if live is None or about not in _LIVE_ALONE else live)
+        _keep_disagreement(
+            pair, about, exchange, candidate if live is None or about not in _LIVE_ALONE else live
+        )
 
 
 def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
@@ -248,7 +280,11 @@ def _keep_disagreement(pair: Pair, about: str, exchange: Exchange, outcome: Outc
     """Record a disagreement; `outcome` is that of the policy with the stricter action."""
     request = exchange.request
     tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
-    method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
+    method, path, tool = (
+        cut_text(request.method, _METHOD),
+        cut_text(request.path, _TEXT),
+        cut_text(", ".join(tools), _TEXT),
+    )
     pair.disagreements.add((about, method, path, outcome.tenant, outcome.detector, tool))
     if about == "extra":
         session = _find_session(pair, exchange, outcome)
@@ -259,20 +295,32 @@ def _keep_disagreement(pair: Pair, about: str, exchange: Exchange, outcome: Outc
 
 def _hash_names(tenant: str, name: str) -> str:
     """The hash of a tenant's session or conversation, because other tenants may use the same name."""
-    return blake2b(f"{tenant}\n{name}".encode("utf-8", "surrogatepass"), digest_size=_DIGEST).hexdigest()
+    return blake2b(
+        f"{tenant}\n{name}".encode("utf-8", "surrogatepass"), digest_size=_DIGEST
+    ).hexdigest()
 
 
 def _find_session(pair: Pair, exchange: Exchange, outcome: Outcome) -> str:
     """The hash of the session of a request that a candidate would refuse; empty if it names none.
 
-    The name is the one that the refusing detector uses, else another guard of the policy (session limits first), else the
-    enforcing policy. If none of them looks for sessions, common agent headers are used.
+    The name is the one that the refusing detector uses, else another guard of the policy (session
+    limits first), else the enforcing policy. If none of them looks for sessions, common agent
+    headers are used.
     """
-    looking = [each for group in exchange.groups for each in group.active if each.session and each.plan.id in pair.labels]
+    looking = [
+        each
+        for group in exchange.groups
+        for each in group.active
+        if each.session and each.plan.id in pair.labels
+    ]
     if not looking:
         return _SENT_ANYWAY.find(_SENT_ANYWAY.read(exchange.request), None)
 
     def rank(each: Guard) -> tuple[bool, bool, bool]:
-        return each.plan.id != outcome.policy, each.compiled.name != outcome.detector, not isinstance(each, SessionGuard)
+        return (
+            each.plan.id != outcome.policy,
+            each.compiled.name != outcome.detector,
+            not isinstance(each, SessionGuard),
+        )
 
     return min(looking, key=rank).session

@@ -32,8 +32,17 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
     state = merge_states(states)
     counts, compared = state.counts, state.compared
     went_on = compared - counts["refused"]
-    loops, tenants, sessions = (state.read_sketch(f"refused_{what}") for what in ("loops", "tenants", "sessions"))
-    evidence = Evidence(counts["extra"], went_on, loops.count(), tenants.count(), sessions.count(), exact=loops.exact)
+    loops, tenants, sessions = (
+        state.read_sketch(f"refused_{what}") for what in ("loops", "tenants", "sessions")
+    )
+    evidence = Evidence(
+        counts["extra"],
+        went_on,
+        loops.count(),
+        tenants.count(),
+        sessions.count(),
+        exact=loops.exact,
+    )
     verdict, of_tenants = judge(evidence, rules), state.read_sketch("tenants")
     acting = state.read_sketch("acting_tenants").count()
 
@@ -49,7 +58,9 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
         "since": write_time(state.since),
         "until": write_time(state.until),
         "replicas": len(states),
-        "acts_on": _describe_share(state.percent, acting, acting + of_tenants.count()) if state.percent else None,
+        "acts_on": _describe_share(state.percent, acting, acting + of_tenants.count())
+        if state.percent
+        else None,
         "requests": {
             "compared": compared,
             **{name: counts[name] for name in VERDICTS},
@@ -72,15 +83,24 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
         },
         "after_notes": {who: _describe_after(counts, who) for who in POLICIES},
         "disagreements": [
-            msgspec.structs.asdict(entry) | {"about": _SHOWN_AS.get(entry.about, entry.about)} for entry in state.disagreements
+            msgspec.structs.asdict(entry) | {"about": _SHOWN_AS.get(entry.about, entry.about)}
+            for entry in state.disagreements
         ],
     }
 
 
 def _describe_share(percent: int, acting: int, callers: int) -> dict[str, Any]:
-    return {"percent": percent, "callers": acting, "of": callers, "text": tell_share(percent, acting, callers)}
+    return {
+        "percent": percent,
+        "callers": acting,
+        "of": callers,
+        "text": tell_share(percent, acting, callers),
+    }
 
 
 def _describe_after(counts: dict[str, int], who: str) -> dict[str, Any]:
-    arms = {arm: describe_after({after: counts.get(name_after(who, arm, after), 0) for after in AFTER}) for arm in ARMS}
+    arms = {
+        arm: describe_after({after: counts.get(name_after(who, arm, after), 0) for after in AFTER})
+        for arm in ARMS
+    }
     return {arm: found for arm, found in arms.items() if found["begun"]}

@@ -18,7 +18,10 @@ from extproc.store.rules.documents import BOARDS
 _LOG = logging.getLogger("loopguard")
 
 _EVERY_SECONDS = 5.0
-"""Publishing interval. A replica that is killed loses up to this much; a draining one publishes first."""
+"""Publishing interval.
+
+A replica that is killed loses up to this much; a draining one publishes first.
+"""
 
 KEEP_SECONDS = 86_400.0
 """How long the counts of a replica that has stopped are used."""
@@ -60,12 +63,17 @@ class Sharing:
         if progress == before and now - at < _REFRESH_SECONDS:
             return
         document = encode_state(read_state(pair, now))
-        await self._store.documents.put(BOARDS, _name_board(pair), self._replica, document, KEEP_SECONDS)
+        await self._store.documents.put(
+            BOARDS, _name_board(pair), self._replica, document, KEEP_SECONDS
+        )
         self._published[identity] = progress, now
 
     def _report(self, trouble: str) -> None:
         if trouble and not self._trouble:
-            _LOG.warning("canary counts cannot be shared, each replica has its own", extra=make_extra(error=trouble))
+            _LOG.warning(
+                "canary counts cannot be shared, each replica has its own",
+                extra=make_extra(error=trouble),
+            )
         self._trouble = trouble
 
     async def collect(self) -> dict[str, list[State]]:
@@ -78,7 +86,9 @@ class Sharing:
             except StoreError as error:
                 self._report(str(error))
                 break
-            for replica, state in _decode_all(shared.documents if shared is not None else {}).items():
+            for replica, state in _decode_all(
+                shared.documents if shared is not None else {}
+            ).items():
                 if replica != self._replica and state.pairing == pair.pairing:
                     found.setdefault(replica, []).append(state)
         return found
@@ -95,5 +105,8 @@ def _decode_all(documents: Mapping[str, bytes]) -> dict[str, State]:
         try:
             states[replica] = decode_state(document)
         except LoopguardError as error:
-            _LOG.warning("the state of a canary cannot be read", extra=make_extra(replica=replica, error=str(error)))
+            _LOG.warning(
+                "the state of a canary cannot be read",
+                extra=make_extra(replica=replica, error=str(error)),
+            )
     return states

@@ -53,12 +53,15 @@ class Disagreement(Row):
 
 def _join_sketches(one: State, other: State, _: str) -> dict[str, str]:
     both = {
-        name: [*one.read_sketch(name).list_kept(), *other.read_sketch(name).list_kept()] for name in _list_sketches(one.percent)
+        name: [*one.read_sketch(name).list_kept(), *other.read_sketch(name).list_kept()]
+        for name in _list_sketches(one.percent)
     }
     return {name: _write_sketch(Sketch(kept)) for name, kept in both.items()}
 
 
-_MOST_FREQUENT = join(lambda one, other: sorted(merge([*one, *other]), key=lambda entry: -entry.count)[:SHOWN])
+_MOST_FREQUENT = join(
+    lambda one, other: sorted(merge([*one, *other]), key=lambda entry: -entry.count)[:SHOWN]
+)
 
 
 class State(Row):
@@ -102,9 +105,17 @@ class State(Row):
 
 def read_state(pair: Pair, now: float) -> State:
     """The counts of a pair as of `now`, in seconds since 1970."""
-    counts = {name: getattr(pair, name) for name in _COUNTED} | dict.fromkeys(_AFTER, 0) | pair.after_notes
-    sketches = {name: _write_sketch(getattr(pair, name)) for name in _list_sketches(pair.pairing.percent)}
-    disagreements = [Disagreement(*kind, count, over) for kind, count, over in pair.disagreements.list_most()]
+    counts = (
+        {name: getattr(pair, name) for name in _COUNTED}
+        | dict.fromkeys(_AFTER, 0)
+        | pair.after_notes
+    )
+    sketches = {
+        name: _write_sketch(getattr(pair, name)) for name in _list_sketches(pair.pairing.percent)
+    }
+    disagreements = [
+        Disagreement(*kind, count, over) for kind, count, over in pair.disagreements.list_most()
+    ]
     names, percent = pair.pairing[:-1], pair.pairing.percent
     return State(*names, pair.since, now, counts, sketches, disagreements, percent)
 
@@ -138,7 +149,9 @@ def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
             state.read_sketch(name)
     except (msgspec.MsgspecError, ValueError) as error:
         raise LoopguardError(f"not the state of a canary: {error}") from None
-    return msgspec.structs.replace(state, counts={name: max(0, state.counts.get(name, 0)) for name in _COUNTS})
+    return msgspec.structs.replace(
+        state, counts={name: max(0, state.counts.get(name, 0)) for name in _COUNTS}
+    )
 
 
 def merge_states(states: Iterable[State]) -> State:

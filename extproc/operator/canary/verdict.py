@@ -1,4 +1,7 @@
-"""The verdict on a candidate, by its new refusals: keep watching, safe or too strict. Flags set the limits."""
+"""The verdict on a candidate, by its new refusals: keep watching, safe or too strict.
+
+Flags set the limits.
+"""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -23,11 +26,19 @@ _parse_share = parse_number(lambda share: 0 <= share < 1, "a number from 0 to be
 class Rules:
     """The conditions for a safe candidate; each attribute is a flag of `loopguard canary status`."""
 
-    min_requests: int = option("1000", _parse_count, "requests that pass today to compare before a verdict", "N")
-    max_new_refusals: float = option("0.001", _parse_share, "maximum share of these that a safe canary refuses", "SHARE")
+    min_requests: int = option(
+        "1000", _parse_count, "requests that pass today to compare before a verdict", "N"
+    )
+    max_new_refusals: float = option(
+        "0.001", _parse_share, "maximum share of these that a safe canary refuses", "SHARE"
+    )
     max_new_loops: int | None = option(None, _parse_count, "maximum new loops (default: any)", "N")
-    max_new_tenants: int | None = option(None, _parse_count, "maximum tenants with new refusals (default: any)", "N")
-    max_new_sessions: int | None = option(None, _parse_count, "maximum sessions with new refusals (default: any)", "N")
+    max_new_tenants: int | None = option(
+        None, _parse_count, "maximum tenants with new refusals (default: any)", "N"
+    )
+    max_new_sessions: int | None = option(
+        None, _parse_count, "maximum sessions with new refusals (default: any)", "N"
+    )
     confidence: float = option("0.95", _parse_share, "confidence level of all bounds", "SHARE")
 
 
@@ -42,9 +53,11 @@ class Bounds(NamedTuple):
 def find_bounds(part: int, whole: int, confidence: float = 0.95) -> Bounds:
     """The share of a part, with its Wilson score interval.
 
-    With p the share, n the whole and z the normal quantile of the confidence: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) /
-    (1 + z^2/n). Unlike the normal approximation p +- z sqrt(p(1-p)/n), it is useful for p = 0 as well. (E. B. Wilson, Probable
-    inference, the law of succession, and statistical inference, JASA 22, 1927.)
+    With p the share, n the whole and z the normal quantile of the confidence: (p + z^2/2n +- z
+        sqrt(p(1-p)/n + z^2/4n^2)) /
+    (1 + z^2/n). Unlike the normal approximation p +- z sqrt(p(1-p)/n), it is useful for p = 0 as
+    well. (E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA
+    22, 1927.)
     """
     if not whole:
         return Bounds(None, 0.0, 1.0)
@@ -77,7 +90,10 @@ class Evidence(NamedTuple):
         """The number of new loops as text."""
         if not self.loops:
             return "no new loops"
-        return f"{'' if self.exact else 'about '}{self.loops:,} new loop{'' if self.loops == 1 else 's'}"
+        return (
+            f"{'' if self.exact else 'about '}{self.loops:,} new "
+            f"loop{'' if self.loops == 1 else 's'}"
+        )
 
 
 class CanaryVerdict(NamedTuple):
@@ -113,12 +129,16 @@ def _decide(evidence: Evidence, rules: Rules) -> tuple[str, list[str]]:
 def _judge_share(evidence: Evidence, rules: Rules) -> tuple[str, str]:
     """The verdict by the share of passed requests that the candidate would refuse.
 
-    A minimum number is required because the requests of a loop are not independent: one stuck agent proves little.
+    A minimum number is required because the requests of a loop are not independent: one stuck agent
+        proves little.
     """
     went_on, limit = evidence.went_on, rules.max_new_refusals
     allowed = f"of the requests that pass today; the limit is {limit:.3%}"
     if went_on < rules.min_requests:
-        return KEEP_WATCHING, f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"
+        return (
+            KEEP_WATCHING,
+            f"compared {went_on} of the {rules.min_requests} requests that a verdict needs",
+        )
     bounds = find_bounds(evidence.refusals, went_on, rules.confidence)
     if bounds.low > limit:
         return TOO_STRICT, f"it refuses at least {bounds.low:.3%} {allowed}"

@@ -3,25 +3,33 @@
 | rule | state | its value in Redis |
 |---|---|---|
 | `tally` | a count in a window, `sliding_ttl` or `fixed` | packed |
-| `sliding_log` | the times of the requests in a window | a list of decimal numbers, the end of the cooldown first |
+| `sliding_log` | the times of the requests in a window | a list of decimal numbers, the end of the
+    cooldown first |
 | `ring` | the newest entries of a key | packed |
 | `chain` | a conversation, recognized by the history in its requests | packed |
-| `take_back` | removes requests whose upstream failed | those of `tally`, `sliding_log` and `chain` |
+| `take_back` | removes requests whose upstream failed | those of `tally`, `sliding_log` and `chain`
+    |
 | `session` | the usage of a session, and the number of sessions of a tenant | packed |
 | `tree` | the agents below a session; a part of `session` | packed |
-| `root` | the root session of an agent that names only its parent; a part of `roots` and `session` | a version and a digest |
-| `budget` | buckets, periods of the calendar, and breakers that open at a rate of spending | packed |
+| `root` | the root session of an agent that names only its parent; a part of `roots` and `session`
+    | a version and a digest |
+| `budget` | buckets, periods of the calendar, and breakers that open at a rate of spending | packed
+    |
 | `documents` | named documents with an expiry | a sorted set, a hash and a string |
 
 The Python of `tally` and `sliding_log` is in `windows.py`; the other modules have the rules' names.
 
-The rules are pure and exact, in whole milliseconds, with `now` as an argument. Both languages give the same answers: one set of
-cases tests the memory store, which uses the Python, and Valkey, which uses the Lua (`tests/doors/store/rules`). There,
-`test_every_kind.py` compares every server with memory on random questions of all kinds.
+The rules are pure and exact, in whole milliseconds, with `now` as an argument. Both languages give
+    the same answers: one set of
+cases tests the memory store, which uses the Python, and Valkey, which uses the Lua
+(`tests/doors/store/rules`). There, `test_every_kind.py` compares every server with memory on random
+questions of all kinds.
 
-Every packed value in Redis begins with a byte for the version of its format. A value of another version is treated as missing,
-so it is overwritten. During an upgrade, two versions of Loopguard share a store. So a new format needs a new version and a new
-key: else each would discard what the other has counted. Values that are not packed (a list, a hash, a secret) have their
+Every packed value in Redis begins with a byte for the version of its format. A value of another
+version is treated as missing, so it is overwritten. During an upgrade, two versions of Loopguard
+share a store. So a new format needs a new version and a new
+key: else each would discard what the other has counted. Values that are not packed (a list, a hash,
+    a secret) have their
 version in the key. In memory no value outlives its process, so it needs none.
 """
 # interpreted: reads files

@@ -1,17 +1,22 @@
 """Budgets of a caller: the rules of `budget.lua`. Amounts are integers, in any unit.
 
-- `BUCKET`: a level that rises by `rate` each millisecond, up to `limit`; a request takes its cost (state: level, time).
+- `BUCKET`: a level that rises by `rate` each millisecond, up to `limit`; a request takes its cost
+  (state: level, time).
 - `PERIOD`: usage in a period of the calendar, up to `limit` (state: start of the period, used).
-- `BREAKER`: spending in the last 60 seconds: that of this minute, and a share of that of the minute before. The request that
-  brings it to `limit` opens the breaker for `span` (state: minute, spent, spent before, open until).
+- `BREAKER`: spending in the last 60 seconds: that of this minute, and a share of that of the minute
+  before. The request that brings it to `limit` opens the breaker for `span` (state: minute, spent,
+  spent before, open until).
 
-The takes of one request form a group: if one of them does not fit, none is taken. When the actual cost is known, a
-settlement corrects the bucket or the period from which it was taken, even below zero. The settlement of a period that is
-over has no effect. A settlement may arrive more than once, and at several replicas, because Envoy sends access log entries
-again. Its marker, which is stored for `MARKED_MS`, makes it count once.
+The takes of one request form a group: if one of them does not fit, none is taken. When the actual
+    cost is known, a
+settlement corrects the bucket or the period from which it was taken, even below zero. The
+settlement of a period that is over has no effect. A settlement may arrive more than once, and at
+several replicas, because Envoy sends access log entries again. Its marker, which is stored for
+`MARKED_MS`, makes it count once.
 
-A clock may be set back, or may be behind on another server after a failover. Then a bucket does not rise for the lost time, a
-period that begins in the future stays the current one, and a breaker is open no longer than `span`.
+A clock may be set back, or may be behind on another server after a failover. Then a bucket does not
+rise for the lost time, a period that begins in the future stays the current one, and a breaker is
+open no longer than `span`.
 """
 
 from __future__ import annotations
@@ -52,10 +57,16 @@ HIGHEST: Final = 4_000_000_000_000_000
 """Usage does not rise above this, for the same reason."""
 
 BudgetState: TypeAlias = tuple[int, int, int, int]
-"""The state of all kinds; the last two are 0 except for `BREAKER`. Times are in milliseconds since 1970."""
+"""The state of all kinds; the last two are 0 except for `BREAKER`.
+
+Times are in milliseconds since 1970.
+"""
 
 UNUSED: Final[BudgetState] = (0, -1, 0, 0)
-"""The state of an unused budget. In others, the second number is a time or an amount, so never negative."""
+"""The state of an unused budget.
+
+In others, the second number is a time or an amount, so never negative.
+"""
 
 
 class Take:
@@ -65,9 +76,11 @@ class Take:
         key: the budget's key; like all keys, it ends in two hex digits.
         kind: BUCKET, PERIOD or BREAKER.
         amount: the cost. In a settlement, the excess that was taken, negative if it was too little.
-        limit: capacity of the bucket, maximum usage in the period, or the spending in a minute that opens the breaker.
+        limit: capacity of the bucket, maximum usage in the period, or the spending in a minute that
+            opens the breaker.
         rate: by which a bucket rises each millisecond.
-        span: length of the period, or how long the breaker stays open, in milliseconds; 0 if only an operator closes it.
+        span: length of the period, or how long the breaker stays open, in milliseconds; 0 if only
+            an operator closes it.
         offset: when the first period began, in milliseconds since 1970.
         start: in a settlement, the start in the answer to the take; else -1.
         marker: key of a settlement's marker, in the same hash slot; empty if it cannot come twice.
@@ -122,12 +135,35 @@ class Take:
     def raise_limit(self, amount: int) -> Take:
         """This take with its limit raised by `amount`."""
         limit = min(max(self.limit, MAX_RAISED), self.limit + amount)
-        return Take(self.key, self.kind, self.amount, limit, self.rate, self.span, self.offset, self.start, self.marker)
+        return Take(
+            self.key,
+            self.kind,
+            self.amount,
+            limit,
+            self.rate,
+            self.span,
+            self.offset,
+            self.start,
+            self.marker,
+        )
 
     def settle(self, amount: int, start: int, call: str = "") -> Take:
-        """The settlement that gives back `amount`. `call` names the take; without it, there is no marker."""
+        """The settlement that gives back `amount`.
+
+        `call` names the take; without it, there is no marker.
+        """
         marker = f"settled1:{call}:{self.key[-2:]}" if call else ""
-        return Take(self.key, self.kind, amount, self.limit, self.rate, self.span, self.offset, start, marker)
+        return Take(
+            self.key,
+            self.kind,
+            amount,
+            self.limit,
+            self.rate,
+            self.span,
+            self.offset,
+            start,
+            marker,
+        )
 
 
 class Taken:
@@ -177,14 +213,31 @@ class Taken:
 
 
 def list_arguments(take: Take, group: int, now: int) -> tuple[int, ...]:
-    """The arguments of `budget.lua` for a take. `group` is ALONE, JOINED or MARKED, `now` in milliseconds or SERVER_CLOCK."""
-    return group, take.kind, take.amount, take.limit, take.rate, take.span, take.offset, take.start, now
+    """The arguments of `budget.lua` for a take.
+
+    `group` is ALONE, JOINED or MARKED, `now` in milliseconds or SERVER_CLOCK.
+    """
+    return (
+        group,
+        take.kind,
+        take.amount,
+        take.limit,
+        take.rate,
+        take.span,
+        take.offset,
+        take.start,
+        now,
+    )
 
 
 def advance(state: BudgetState, take: Take, now: int) -> BudgetState:
     """The state as it is now, before anything is taken."""
     if take.kind != BUCKET:
-        return _begin_period(state, take, now) if take.kind == PERIOD else _begin_minute(state, take, now)
+        return (
+            _begin_period(state, take, now)
+            if take.kind == PERIOD
+            else _begin_minute(state, take, now)
+        )
     level, time, _, _ = state
     if time < 0:
         return take.limit, now, 0, 0
@@ -234,7 +287,10 @@ def _check_breaker(state: BudgetState, take: Take, now: int) -> tuple[BudgetStat
 
 
 def check(state: BudgetState, take: Take, now: int) -> tuple[BudgetState, Taken]:
-    """Whether an advanced budget has room for a take; the state differs if a breaker opens. `granted` is set later."""
+    """Whether an advanced budget has room for a take; the state differs if a breaker opens.
+
+    `granted` is set later.
+    """
     if take.kind == BREAKER:
         return _check_breaker(state, take, now)
     if take.kind == BUCKET:

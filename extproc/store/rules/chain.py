@@ -1,18 +1,20 @@
 """Chains: conversations without names, identified by the history in their requests; the rule of `chain.lua`.
 
-- A **node** stands for all assistant messages in the history of a request. It has the entries of all requests up to there,
-  copied from its parent, so branches share only what they have in common.
+- A **node** stands for all assistant messages in the history of a request. It has the entries of
+  all requests up to there, copied from its parent, so branches share only what they have in common.
 - Its **parent** is the node with the longest known history without the newest messages.
-- A **suffix** stands for the last two assistant messages of a node. It continues a conversation whose client drops the
-  oldest messages, so that no parent is known. It takes precedence over parents from before the previous turn. It is
-  ambiguous if several conversations end alike.
+- A **suffix** stands for the last two assistant messages of a node. It continues a conversation
+  whose client drops the oldest messages, so that no parent is known. It takes precedence over
+  parents from before the previous turn. It is ambiguous if several conversations end alike.
 
-Conversations that are equal so far share one node, which counts them in `runs`; each child takes over one of them. An entry is
-empty if its result differs between these conversations.
+Conversations that are equal so far share one node, which counts them in `runs`; each child takes
+over one of them. An entry is empty if its result differs between these conversations.
 
-If names are requested, each conversation has one. A request without history gets a fresh name, which is queued at its node.
-A child takes the oldest name in the queue of its parent, or else of its suffix. If both are empty, an equal request is a
-retry: it gets the names in the queue of its node, in turn. Any other request begins a conversation with a fresh name. If
+If names are requested, each conversation has one. A request without history gets a fresh name,
+which is queued at its node. A child takes the oldest name in the queue of its parent, or else of
+its suffix. If both are empty, an equal request is a
+retry: it gets the names in the queue of its node, in turn. Any other request begins a conversation
+    with a fresh name. If
 only an ambiguous suffix is known, there is no name.
 """
 
@@ -59,7 +61,8 @@ class ChainLink(NamedTuple):
 
     Attributes:
         key: key of the request's node.
-        parents: keys of possible parents, longest history first; empty for a request without history.
+        parents: keys of possible parents, longest history first; empty for a request without
+            history.
         near: how many of these lack only messages of the newest turn.
         before: key of the parent's suffix; empty if it has fewer than two messages.
         own: key of the node's suffix; empty if it has fewer than two messages.
@@ -67,8 +70,10 @@ class ChainLink(NamedTuple):
         node: 8 bytes that identify the node.
         entry: up to 64 bytes, or 8 if names are requested; not used for a request without history.
         ttl_ms: lifetime of a conversation after its last request, in milliseconds.
-        most: bytes that the caller may use for new conversations in `FIRST_MS`, and as many for continuing others.
-        fresh: 8 bytes, the name of the conversation if it begins here; empty if no names are requested.
+        most: bytes that the caller may use for new conversations in `FIRST_MS`, and as many for
+            continuing others.
+        fresh: 8 bytes, the name of the conversation if it begins here; empty if no names are
+            requested.
     """
 
     key: str
@@ -118,7 +123,9 @@ class _Knot:
         entries: the entries, each with a byte for its length before it.
     """
 
-    def __init__(self, flags: int, depth: int, conversation: bytes, writer: bytes, entries: bytes) -> None:
+    def __init__(
+        self, flags: int, depth: int, conversation: bytes, writer: bytes, entries: bytes
+    ) -> None:
         self.flags = flags
         self.last = 0
         self.life = 0
@@ -178,11 +185,15 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node, before = _read(read, asked.key, now), _read(read, asked.before, now)
     known = before is not None and not before.flags & _AMBIGUOUS
-    parent_key, parent = _find_parent(read, asked.parents[: asked.near] if known else asked.parents, now)
+    parent_key, parent = _find_parent(
+        read, asked.parents[: asked.near] if known else asked.parents, now
+    )
     own = before if asked.own == asked.before else _read(read, asked.own, now)
     linked = known and parent is None
     is_new = begins = node is None
-    name, comes, forks = _find_name(node, parent, before, asked) if asked.fresh else (b"", False, False)
+    name, comes, forks = (
+        _find_name(node, parent, before, asked) if asked.fresh else (b"", False, False)
+    )
     changed: dict[str, _Knot] = {}
     ours = b""
     if not asked.parents:
@@ -222,7 +233,9 @@ def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _
     return "", None
 
 
-def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool, bool]:
+def _find_name(
+    node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink
+) -> tuple[bytes, bool, bool]:
     """The name of the conversation, empty if unknown; whether it reaches the node now; and whether the request is a fork."""
     if parent is not None and parent.names:
         return parent.names[:_NAME], True, False
@@ -251,11 +264,19 @@ def _is_retry(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
     """Whether a request whose node exists is a retry, not another conversation that is equal so far."""
     if base is None or base.runs == 0:
         return True
-    return node.retries < MAX_RETRIES and _leave_common(node.entries, _add(base.entries, entry)) == node.entries
+    return (
+        node.retries < MAX_RETRIES
+        and _leave_common(node.entries, _add(base.entries, entry)) == node.entries
+    )
 
 
 def _advance(  # noqa: PLR0913  # all that is known
-    stood: _Knot | None, parent_key: str, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
+    stood: _Knot | None,
+    parent_key: str,
+    parent: _Knot | None,
+    before: _Knot | None,
+    asked: ChainLink,
+    now: int,
 ) -> tuple[_Knot, bytes, bool, dict[str, _Knot]]:
     """Continue a conversation, or begin one.
 
@@ -272,7 +293,9 @@ def _advance(  # noqa: PLR0913  # all that is known
         begins = base.next not in (_NONE, asked.node)
         conversation = asked.node if begins else base.conversation
         flags = base.flags if claims or linked else 0
-        node = _Knot(flags, base.depth + 1, conversation, asked.node, _add(base.entries, asked.entry))
+        node = _Knot(
+            flags, base.depth + 1, conversation, asked.node, _add(base.entries, asked.entry)
+        )
         if not begins:
             base.next = asked.node
         changed[asked.before if linked else parent_key] = base
@@ -305,7 +328,9 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
     """Count a retry or, after `MAX_RETRIES`, another turn at the same node; returns the entries."""
     if node.retries < MAX_RETRIES:
         node.retries += 1
-        *older, newest = split_records(node.entries, 0) or [b""]  # a conversation's first node has none
+        *older, newest = split_records(node.entries, 0) or [
+            b""
+        ]  # a conversation's first node has none
         entries = _add(b"".join(older), asked.entry)
         if len(newest) > 1:
             node.entries = entries
@@ -324,7 +349,10 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
     """The new suffix of a node; ambiguous if several conversations end alike."""
     mine = old is not None and old.writer == asked.node
-    if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
+    if old is not None and (
+        old.flags & _AMBIGUOUS
+        or (not mine and (old.conversation != node.conversation or old.runs > 0))
+    ):
         return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
     suffix = _Knot(node.flags, node.depth, node.conversation, asked.node, node.entries)
     suffix.runs, suffix.name, suffix.names = node.runs, node.name, node.names
@@ -333,7 +361,9 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
     return suffix
 
 
-def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
+def _charge(  # noqa: PLR0913  # one reader
+    read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool
+) -> bool:
     """Charge the caller for this many bytes; returns False if that is too much."""
     most = asked.most
     if not begins:  # it replaces its parent, which expires after CUT_MS
@@ -368,12 +398,21 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
     last: int
     life: int
     names: int
-    _, flags, last, life, depth, conversation, writer, following, runs, retries, name, names = _unpack_head(value)
+    _, flags, last, life, depth, conversation, writer, following, runs, retries, name, names = (
+        _unpack_head(value)
+    )
     if abs(now - last) >= life:
         return None
     start = _HEAD_SIZE + names * _NAME
     knot = _Knot(flags, depth, conversation, writer, value[start:])
-    knot.last, knot.life, knot.next, knot.runs, knot.retries, knot.name = last, life, following, runs, retries, name
+    knot.last, knot.life, knot.next, knot.runs, knot.retries, knot.name = (
+        last,
+        life,
+        following,
+        runs,
+        retries,
+        name,
+    )
     if names:
         knot.names = value[_HEAD_SIZE:start]
     return knot
@@ -415,4 +454,6 @@ def read_trail(answer: bytes) -> Trail:
     """
     flags = answer[0]
     start = 1 + _NAME if flags & _NAMED else 1
-    return Trail(split_entries(answer[start:]), flags & _WHOLE != 0, flags & _DROPPED != 0, answer[1:start])
+    return Trail(
+        split_entries(answer[start:]), flags & _WHOLE != 0, flags & _DROPPED != 0, answer[1:start]
+    )

@@ -10,11 +10,13 @@ class Push(NamedTuple):
     """One entry for the ring of a key; pushes of one key agree in `ttl_ms`.
 
     Attributes:
-        key: the whole key, different from any counter's; like counter keys, it ends in two hex digits that spread keys evenly.
+        key: the whole key, different from any counter's; like counter keys, it ends in two hex
+            digits that spread keys evenly.
         entry: up to 64 bytes.
         request: a digest of 8 bytes; a repeated request pushes nothing.
         size: number of entries that the ring keeps.
-        ttl_ms: time after its last push, retries included, at which the ring is forgotten, in milliseconds.
+        ttl_ms: time after its last push, retries included, at which the ring is forgotten, in
+            milliseconds.
     """
 
     key: str
@@ -33,11 +35,16 @@ _ENTRY = _DIGEST + 1
 
 
 def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]:
-    """Push an entry; returns the new state and the ring's entries, oldest first. `state` is None for a new key.
+    """Push an entry; returns the new state and the ring's entries, oldest first.
 
-    A ring is forgotten if its last push was `ttl_ms` ago, or that far in the future, because the clock was set back.
+    `state` is None for a new key.
+
+    A ring is forgotten if its last push was `ttl_ms` ago, or that far in the future, because the
+    clock was set back.
     """
-    records = split_records(state[1]) if state is not None and abs(now - state[0]) < pushed.ttl_ms else []
+    records = (
+        split_records(state[1]) if state is not None and abs(now - state[0]) < pushed.ttl_ms else []
+    )
     del records[: -pushed.size]
     if pushed.request not in [record[:_DIGEST] for record in records]:
         records.append(pushed.request + bytes((len(pushed.entry),)) + pushed.entry)
@@ -46,7 +53,10 @@ def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]
 
 
 def split_records(joined: bytes, before: int = _DIGEST) -> list[bytes]:
-    """The records of a ring: `before` bytes, a length, and that many bytes; raises IndexError if they are malformed."""
+    """The records of a ring.
+
+    `before` bytes, a length, and that many bytes; raises IndexError if they are malformed.
+    """
     records = []
     start = 0
     while start < len(joined):

@@ -1,8 +1,10 @@
 """The root session of an agent whose requests name only its parent, as opencode's do; the rule of `root.lua`.
 
-A step of a session can include the search, which then needs no round trip of its own: see `session.move_step`.
+A step of a session can include the search, which then needs no round trip of its own: see
+    `session.move_step`.
 
-The first search decides: an agent's root never changes, whatever later requests claim. So each search looks only at the parent,
+The first search decides: an agent's root never changes, whatever later requests claim. So each
+    search looks only at the parent,
 not at the parent's parents, and cycles cost nothing.
 """
 

@@ -1,44 +1,56 @@
 """What a session has used, and whether its limits allow more: pure, exact, with `now` as an argument in milliseconds.
 
-Each session has a ledger. A request of the session asks for a `Step`; a `Settlement` reports its outcome later. Money is
-counted in nano-dollars, 1e-9 $.
+Each session has a ledger. A request of the session asks for a `Step`; a `Settlement` reports its
+outcome later. Money is counted in nano-dollars, 1e-9 $.
 
-Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same in all stores
-except for the byte order of numbers: a head, the identities of the newest requests, reservations for calls that are not
-settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the newest tool calls. A new
-ledger takes 180 bytes, and any ledger 10 KB at most, plus its tools' names.
+Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed
+value, the same in all stores
+except for the byte order of numbers: a head, the identities of the newest requests, reservations
+    for calls that are not
+settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the
+newest tool calls. A new ledger takes 180 bytes, and any ledger 10 KB at most, plus its tools'
+names.
 
-The cost of a request is known when it has been answered. Until then it reserves the average cost of the session's answers or,
-before the first, the request's own estimate. So concurrent requests cannot all spend the same rest of a limit. A request that
-is refused only because of reservations may be let through later, so it does not count towards `Limits.blocks`.
+The cost of a request is known when it has been answered. Until then it reserves the average cost of
+the session's answers or, before the first, the request's own estimate. So concurrent requests
+cannot all spend the same rest of a limit. A request that is refused only because of reservations
+may be let through later, so it does not count towards `Limits.blocks`.
 
-The totals of tokens, failures and the model's time are part of the ledger, and change in the same step as the cost. So all
-replicas show the same totals, and a restart loses none.
+The totals of tokens, failures and the model's time are part of the ledger, and change in the same
+step as the cost. So all replicas show the same totals, and a restart loses none.
 
 To find out which calls of a history are new, the first rule that applies is used:
 
-1. The history continues one of the newest that were shown. Its first calls match the mark of that history, which is the
-   number of its calls and the sum of their digests, and the last of them is known by its id. This is the
-   usual case, and needs no search.
-2. Some ids are known. So ids are stable, and calls with unknown ids are new, wherever they are. If the ledger has forgotten
-   calls, those before the first known one are older, and were already counted.
-3. No id is known, or there are none, because some clients and gateways make new ids for each request. If the first calls match
-   the mark of the history that was shown last, the calls behind them are new. Else, if all calls are the newest ones that were
-   counted, none is new. Else those of the last turn are new, because earlier requests have shown the others. Marks do not
-   depend on the order of calls that were made at once. While ids seem stable, this rule needs several turns, and earlier turns
-   that are known in this way: in any other history, an agent has begun again with the same call, under an id of its own.
+1. The history continues one of the newest that were shown. Its first calls match the mark of that
+   history, which is the number of its calls and the sum of their digests, and the last of them is
+   known by its id. This is the usual case, and needs no search.
+2. Some ids are known. So ids are stable, and calls with unknown ids are new, wherever they are. If
+   the ledger has forgotten calls, those before the first known one are older, and were already
+   counted.
+3. No id is known, or there are none, because some clients and gateways make new ids for each
+   request. If the first calls match the mark of the history that was shown last, the calls behind
+   them are new. Else, if all calls are the newest ones that were counted, none is new. Else those
+   of the last turn are new, because earlier requests have shown the others. Marks do not depend on
+   the order of calls that were made at once. While ids seem stable, this rule needs several turns,
+   and earlier turns that are known in this way: in any other history, an agent has begun again with
+   the same call, under an id of its own.
 4. Nothing is known: all calls are new.
 
 Without stable ids, these cannot be told apart:
 
-- The first turn sent again with new ids before there is a second one, and the same calls made again: they count again.
-- A history without its oldest calls that shows the same calls as the last one, and that last history again: it does not count.
-- An agent that begins with the same calls as the previous agent in its session, and that agent: they count once.
+- The first turn sent again with new ids before there is a second one, and the same calls made
+  again: they count again.
+- A history without its oldest calls that shows the same calls as the last one, and that last
+  history again: it does not count.
+- An agent that begins with the same calls as the previous agent in its session, and that agent:
+  they count once.
 
-Calls that a ledger has forgotten count again if they are shown again. This needs a history that the ledger does not recognize:
-it knows no id among the newest 512 calls, and does not know the history as it was before its last turn.
+Calls that a ledger has forgotten count again if they are shown again. This needs a history that the
+ledger does not recognize: it knows no id among the newest 512 calls, and does not know the history
+as it was before its last turn.
 
-A ledger is forgotten some time after the last request that was let through; refused requests do not prolong it. If the clock is
+A ledger is forgotten some time after the last request that was let through; refused requests do not
+prolong it. If the clock is
 set back, the same happens as to rings: see `ring.push`.
 """
 
@@ -89,7 +101,10 @@ NO_ID: Final = bytes(6)
 """The id of a call without an id."""
 
 MAX_RETRIES_PER_STEP: Final = 3
-"""Number of repetitions of a request that are not steps. The next one is a step, which may be repeated as often."""
+"""Number of repetitions of a request that are not steps.
+
+The next one is a step, which may be repeated as often.
+"""
 
 OFFERS_TOOLS: Final = 1
 OFFERS_NONE: Final = 2
@@ -123,16 +138,21 @@ class Limits:
     """Limits of one session; -1 for none. Never changed.
 
     Attributes:
-        idle_ms: time after the last request that was let through at which a session is forgotten, in milliseconds.
-        max_sessions: number of sessions that a tenant may begin within `idle_ms` before later ones end sooner.
+        idle_ms: time after the last request that was let through at which a session is forgotten,
+            in milliseconds.
+        max_sessions: number of sessions that a tenant may begin within `idle_ms` before later ones
+            end sooner.
         steps: number of requests that are let through.
         tool_calls: number of calls of all tools together.
-        narrows: at `tool_calls`, the guard keeps the tools in `tools` that have calls left; without any, a request is refused.
-        finishes: at `tool_calls`, one more request is let through, from which the guard removes all tools.
+        narrows: at `tool_calls`, the guard keeps the tools in `tools` that have calls left; without
+            any, a request is refused.
+        finishes: at `tool_calls`, one more request is let through, from which the guard removes all
+            tools.
         cost: in nano-dollars.
         tools: digests of tools' names and the number of calls allowed, sorted.
         window: number of newest steps in which equal calls are counted.
-        threshold: number of calls equal to one of the newest step from which on a request is refused.
+        threshold: number of calls equal to one of the newest step from which on a request is
+            refused.
         blocks: number of consecutive refusals that kills the session.
         errors: number of consecutive failures that kills the session.
         ends: the session ends `idle_ms` after it began, even if it is active.
@@ -193,13 +213,15 @@ class Step:
 
     Attributes:
         key: the key of the session's ledger; it ends in two hex digits of the tenant.
-        tenant: the key of the number of sessions that the tenant has begun; it ends in the same two digits.
+        tenant: the key of the number of sessions that the tenant has begun; it ends in the same two
+            digits.
         limits: the limits of the session.
-        identity: a digest of the request, 8 bytes; repeating one of the session's last 16 is a retry `MAX_RETRIES_PER_STEP`
-            times.
+        identity: a digest of the request, 8 bytes; repeating one of the session's last 16 is a
+            retry `MAX_RETRIES_PER_STEP` times.
         call: an unguessable name of this request, 16 bytes, for its settlement.
         reserve: estimated cost, in nano-dollars, for a session without an average.
-        calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
+        calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes
+            each.
         total: the sum of the digests of tool and arguments of each call, as numbers.
         newest: number of calls in the last step; earlier requests have shown the others.
         tools: the digest and the name of each tool among them.
@@ -207,14 +229,28 @@ class Step:
         offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 if unknown.
         earlier: number of steps with which a new ledger of the session begins.
         tree: its place in the session's tree of agents; None if these have no limits.
-        search: finds the session at the root of the agent that asks; see `move_step`. None if the session is known.
+        search: finds the session at the root of the agent that asks; see `move_step`. None if the
+            session is known.
     """
 
     def __init__(  # noqa: PLR0913  # a record
-        self, key: str, tenant: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
-        total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int], offer: int = 0,
-        earlier: int = 0, tree: TreeStep | None = None, search: RootSearch | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        key: str,
+        tenant: str,
+        limits: Limits,
+        identity: bytes,
+        call: bytes,
+        reserve: int,
+        calls: bytes,
+        total: int,
+        newest: int,
+        tools: tuple[tuple[bytes, str], ...],
+        grants: tuple[int, int, int],
+        offer: int = 0,
+        earlier: int = 0,
+        tree: TreeStep | None = None,
+        search: RootSearch | None = None,
+    ) -> None:
         self.search = search
         self.tree = tree
         self.earlier = earlier
@@ -261,9 +297,11 @@ class Standing:
 
     Attributes:
         limit: the limit that refuses the request, an index into `LIMITS`; 0 if it is let through.
-        used: use of that limit; of a request that is let through, what it reserves, in nano-dollars.
+        used: use of that limit; of a request that is let through, what it reserves, in
+            nano-dollars.
         allowed: the limit, including grants.
-        tool: the digest of the tool that `max_calls_per_tool` or `loop_detection` is about; else empty.
+        tool: the digest of the tool that `max_calls_per_tool` or `loop_detection` is about; else
+            empty.
         steps: requests that were let through.
         tool_calls: calls that the session's histories have shown.
         blocks: requests that were refused.
@@ -275,12 +313,13 @@ class Standing:
         killed: the reason, an index into `KILLED`.
         age_ms: time since the session began, in milliseconds.
         crowded: it ends sooner, because its tenant has begun more than `Limits.max_sessions`.
-        retry: the request repeats one of the session's last 16, or is a side request, so it is not a step. Of a settlement: no
-            call of its name was open.
-        tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
-            the others that came first. A name has up to 64 characters.
+        retry: the request repeats one of the session's last 16, or is a side request, so it is not
+            a step. Of a settlement: no call of its name was open.
+        tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with
+            limits of their own, and the others that came first. A name has up to 64 characters.
         tree: of its agents; None if they have no limits, and after a settlement.
-        root: the name of the session in which the request was counted, 8 bytes; empty if the question said it.
+        root: the name of the session in which the request was counted, 8 bytes; empty if the
+            question said it.
         tokens: of all settled calls.
         model_ms: time that the upstream took for all settled calls, in milliseconds.
         failures: number of failed calls.
@@ -305,7 +344,12 @@ class Standing:
         crowded: bool = False,  # noqa: FBT001, FBT002  # a field
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
-        tokens: Tokens = (0, 0, 0, 0),  # not a constant: compiled classes have signatures only with literals
+        tokens: Tokens = (
+            0,
+            0,
+            0,
+            0,
+        ),  # not a constant: compiled classes have signatures only with literals
         model_ms: int = 0,
         failures: int = 0,
         tree: TreeStanding | None = None,
@@ -352,7 +396,13 @@ class Standing:
         return f"Standing({', '.join(f'{name}={value!r}' for name, value in zip(_SHOWN, self._list(), strict=True))})"
 
     def _list(self) -> tuple[object, ...]:
-        counted = self.steps, self.tool_calls, self.blocks, self.consecutive_blocks, self.consecutive_errors
+        counted = (
+            self.steps,
+            self.tool_calls,
+            self.blocks,
+            self.consecutive_blocks,
+            self.consecutive_errors,
+        )
         money = self.cost, self.estimated, self.reserved
         rest = (
             self.killed,
@@ -373,14 +423,29 @@ _SHOWN: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
-    *("killed", "age_ms", "crowded", "retry", "tools", "tree", "tokens", "model_ms", "failures", "root"),
+    *(
+        "killed",
+        "age_ms",
+        "crowded",
+        "retry",
+        "tools",
+        "tree",
+        "tokens",
+        "model_ms",
+        "failures",
+        "root",
+    ),
 )
 
 
 Question: TypeAlias = Hit | Step | Settlement | TakeBack | Take
-"""Questions that one call to a store may mix. A hit is answered with a `Count`, the others with a `Standing`."""
+"""Questions that one call to a store may mix.
 
-# In the byte order of most processors, which takes a third of the time. Remote stores use network byte order.
+A hit is answered with a `Count`, the others with a `Standing`.
+"""
+
+# In the byte order of most processors, which takes a third of the time. Remote stores use network
+# byte order.
 _VERSION: Final = 5
 _HEAD: Final = struct.Struct("<BQQQQQQQQQQIIIIIIIIBBBBBBHH")
 """Version; last, began, cost, estimated, reserved; tokens, of four kinds; model_ms; steps, tool_calls, narrowed_at, blocks,
@@ -411,7 +476,10 @@ _OFFER: Final = 64
 _IDENTITIES: Final = 16
 _OPEN: Final = 32
 _OPEN_MS: Final = 600_000
-"""Maximum number of unsettled calls, and maximum time until a settlement. After that, the reserved amount is the cost."""
+"""Maximum number of unsettled calls, and maximum time until a settlement.
+
+After that, the reserved amount is the cost.
+"""
 
 _TOOLS: Final = 64
 _ID: Final = 6
@@ -452,9 +520,11 @@ _MOST_HALVINGS: Final = 6
 def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, int]:
     """Begin a session of a tenant; returns the new packed state, and how often the session's idle time is halved.
 
-    If a tenant begins more than `max_sessions` within `idle_ms`, each later session is kept for about the time in which the
-    tenant begins that many. So the oldest idle sessions go first, and about `max_sessions` are kept. Sessions that were refused
-    or killed, or have used up a limit, are kept for `idle_ms`: they must not end because of new ones.
+    If a tenant begins more than `max_sessions` within `idle_ms`, each later session is kept for
+    about the time in which the tenant begins that many. So the oldest idle sessions go first, and
+    about `max_sessions` are kept. Sessions that were refused
+    or killed, or have used up a limit, are kept for `idle_ms`: they must not end because of new
+        ones.
     """
     began, count = now, 0
     if state is not None:
@@ -485,28 +555,47 @@ def move_step(asked: Step, root: bytes) -> Step:
             agent = parent = ROOT
         place = TreeStep(place.key.replace(old, new, 1), place.limits, agent, parent)
     return Step(
-        asked.key.replace(old, new, 1), asked.tenant, asked.limits, asked.identity, asked.call, asked.reserve,
-        asked.calls, asked.total, asked.newest, asked.tools, asked.grants, asked.offer, asked.earlier, place,
-    )  # fmt: skip
+        asked.key.replace(old, new, 1),
+        asked.tenant,
+        asked.limits,
+        asked.identity,
+        asked.call,
+        asked.reserve,
+        asked.calls,
+        asked.total,
+        asked.newest,
+        asked.tools,
+        asked.grants,
+        asked.offer,
+        asked.earlier,
+        place,
+    )
 
 
 class Ledger:
-    """The unpacked ledger of a session. Attributes that are not listed here are those of `Standing`.
+    """The unpacked ledger of a session.
+
+    Attributes that are not listed here are those of `Standing`.
 
     Attributes:
         idle_ms: how long it is kept, according to the last limits.
-        halvings: how often that time is halved, if the tenant has begun more than `Limits.max_sessions`; see `enter`.
-        narrowed_at: 1 + the number of calls of tools without limits of their own, when the first step was let through after all
-            tool calls were used up; 0 before.
-        identities: the newest steps, oldest first, and the number of their repetitions; see `_REPEATED`.
+        halvings: how often that time is halved, if the tenant has begun more than
+            `Limits.max_sessions`; see `enter`.
+        narrowed_at: 1 + the number of calls of tools without limits of their own, when the first
+            step was let through after all tool calls were used up; 0 before.
+        identities: the newest steps, oldest first, and the number of their repetitions; see
+            `_REPEATED`.
         renewed: ids are not stable from one request to the next.
         open: reservations, oldest first.
         counts: a digest and a number for each tool.
         names: the tools' names, each with its length before it.
         paid: number of settled calls that cost something.
-        marks: marks of the newest histories, newest last, `_MARK` bytes each: the number of calls, and `Step.total`.
-        records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
-        tree: the session's tree of agents, which is stored beside the ledger; None before it is asked for.
+        marks: marks of the newest histories, newest last, `_MARK` bytes each: the number of calls,
+            and `Step.total`.
+        records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes
+            each.
+        tree: the session's tree of agents, which is stored beside the ledger; None before it is
+            asked for.
     """
 
     def __init__(self, state: bytes | None, now: int, steps: int = 0, halvings: int = 0) -> None:
@@ -529,7 +618,9 @@ class Ledger:
             self._unpack(state)
 
     def _unpack(self, state: bytes) -> None:
-        identities: int  # declared, because struct has no types, and slicing with untyped numbers is slow
+        identities: (
+            int  # declared, because struct has no types, and slicing with untyped numbers is slow
+        )
         reservations: int
         tools: int
         names: int
@@ -540,15 +631,41 @@ class Ledger:
         read: int
         written: int
         (
-            _, self.last, self.began, self.cost, self.estimated, self.reserved, given, taken, read, written, self.model_ms,
-            self.steps, self.tool_calls, self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors,
-            self.paid, self.failures, self.killed, renewed, self.halvings, identities, reservations, tools, names, marks,
-        ) = _HEAD.unpack_from(state)  # fmt: skip
+            _,
+            self.last,
+            self.began,
+            self.cost,
+            self.estimated,
+            self.reserved,
+            given,
+            taken,
+            read,
+            written,
+            self.model_ms,
+            self.steps,
+            self.tool_calls,
+            self.narrowed_at,
+            self.blocks,
+            self.consecutive_blocks,
+            self.consecutive_errors,
+            self.paid,
+            self.failures,
+            self.killed,
+            renewed,
+            self.halvings,
+            identities,
+            reservations,
+            tools,
+            names,
+            marks,
+        ) = _HEAD.unpack_from(state)
         self.tokens = given, taken, read, written
         self.renewed = renewed != 0
         start = _HEAD_SIZE
         end = start + identities * _REPEATED
-        self.identities = {state[at : at + _IDENTITY]: state[at + _IDENTITY] for at in range(start, end, _REPEATED)}
+        self.identities = {
+            state[at : at + _IDENTITY]: state[at + _IDENTITY] for at in range(start, end, _REPEATED)
+        }
         start, end = end, end + reservations * _RESERVED
         self.open = list(_RESERVATION.iter_unpack(state[start:end]))
         start, end = end, end + tools * _COUNTED
@@ -562,22 +679,48 @@ class Ledger:
     def pack(self) -> bytes:
         """The ledger as it is stored."""
         head = _HEAD.pack(
-            _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, *self.tokens, self.model_ms, self.steps,
-            self.tool_calls, self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.paid,
-            self.failures, self.killed, self.renewed, self.halvings, len(self.identities), len(self.open),
-            len(self.counts) // _COUNTED, len(self.names), len(self.marks) // _MARK,
-        )  # fmt: skip
+            _VERSION,
+            self.last,
+            self.began,
+            self.cost,
+            self.estimated,
+            self.reserved,
+            *self.tokens,
+            self.model_ms,
+            self.steps,
+            self.tool_calls,
+            self.narrowed_at,
+            self.blocks,
+            self.consecutive_blocks,
+            self.consecutive_errors,
+            self.paid,
+            self.failures,
+            self.killed,
+            self.renewed,
+            self.halvings,
+            len(self.identities),
+            len(self.open),
+            len(self.counts) // _COUNTED,
+            len(self.names),
+            len(self.marks) // _MARK,
+        )
         identities = [b"%b%c" % repeated for repeated in self.identities.items()]
         reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
-        return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
+        return b"".join(
+            [head, *identities, *reservations, self.counts, self.names, self.marks, self.records]
+        )
 
     def is_over(self, limits: Limits, now: int) -> bool:
         """Whether the session has ended."""
-        return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms >> self.halvings
+        return (
+            abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms >> self.halvings
+        )
 
     def is_large(self) -> bool:
         """Whether it has many tool calls or agents, which take a lot of memory unpacked."""
-        return len(self.records) > _RECORDS * KNOWN or (self.tree is not None and self.tree.is_large())
+        return len(self.records) > _RECORDS * KNOWN or (
+            self.tree is not None and self.tree.is_large()
+        )
 
     def take_step(self, asked: Step, now: int) -> Standing:
         """Let a request through or refuse it, at the store's time `now`."""
@@ -597,7 +740,9 @@ class Ledger:
         if asked.tree is not None:
             if self.tree is None:
                 self.tree = Tree()
-            tree, over, agents_used, agents_allowed = self.tree.admit(asked.tree, now, passes=not limit)
+            tree, over, agents_used, agents_allowed = self.tree.admit(
+                asked.tree, now, passes=not limit
+            )
         if limit:
             self._block(asked.limits, waits=limit == _MONEY and self.cost < allowed)
         elif over >= 0:
@@ -606,7 +751,9 @@ class Ledger:
         else:
             used = self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
-        if self.halvings and (self.killed or self.blocks or self._find_limit(asked, retry=False)[0]):
+        if self.halvings and (
+            self.killed or self.blocks or self._find_limit(asked, retry=False)[0]
+        ):
             self.halvings = 0
         standing = self._describe(now, limit, used, allowed, tool, retry)
         standing.tree = tree
@@ -624,7 +771,10 @@ class Ledger:
                 break
         if joins and unknown:
             self.steps, self.cost = max(self.steps - 1, 0), max(self.cost - asked.cost, 0)
-            self.estimated, self.paid = min(self.estimated, self.cost), max(self.paid - (asked.cost > 0), 0)
+            self.estimated, self.paid = (
+                min(self.estimated, self.cost),
+                max(self.paid - (asked.cost > 0), 0),
+            )
         self._close_old(now)
         if self.killed or 0 <= asked.limits.cost <= self.cost + self.reserved:
             self.halvings = 0
@@ -643,7 +793,8 @@ class Ledger:
             return next(reversed(self.identities)) if has_tools and times < 0 else asked.identity
         none = [repeated // _OFFER == OFFERS_NONE for repeated in self.identities.values()]
         if not has_tools and all(none) and self.steps == len(none) <= MAX_RETRIES_PER_STEP:
-            # The first request that offers tools: all before it were side requests, such as for a title.
+            # The first request that offers tools: all before it were side requests, such as for a
+            # title.
             self.steps = 0
             self.identities = {}
             self.open = [(*reservation[:6], reservation[6] | _RETRY) for reservation in self.open]
@@ -660,8 +811,13 @@ class Ledger:
                 tool = new[at + _ID : at + _NAME]
                 numbers[tool] = numbers.get(tool, 0) + 1
             self._count_tools(numbers, asked)
-            self.tool_calls = min(self.tool_calls + (len(asked.calls) if whole else len(new)) // RECORD, _MAX)
-            added = [new[at : at + _ID] + new[at + _NAME : at + RECORD] for at in range(0, len(new), RECORD)]
+            self.tool_calls = min(
+                self.tool_calls + (len(asked.calls) if whole else len(new)) // RECORD, _MAX
+            )
+            added = [
+                new[at : at + _ID] + new[at + _NAME : at + RECORD]
+                for at in range(0, len(new), RECORD)
+            ]
             self.records = b"".join([self.records, *added])
         elif new:
             self._count_tools({new[_ID:_NAME]: 1}, asked)
@@ -679,7 +835,11 @@ class Ledger:
         size, newest = len(calls), len(self.marks) - _MARK
         for at in range(newest, max(-1, newest - _NEWEST_MARKS * _MARK), -_MARK):
             end = self._find_mark(asked, calls, at)
-            if end > 0 and self._knows(calls[end - RECORD : end - RECORD + _ID]) and not self._knows(calls[end : end + _ID]):
+            if (
+                end > 0
+                and self._knows(calls[end - RECORD : end - RECORD + _ID])
+                and not self._knows(calls[end : end + _ID])
+            ):
                 return False, calls[end:]
         named = {calls[at : at + _ID] for at in range(0, size, RECORD)} != {NO_ID}
         if named:
@@ -690,7 +850,11 @@ class Ledger:
                 self.renewed = False
                 first, last = places[0] if self._forgot() else 0, places[-1]
                 ids.add(NO_ID)
-                between = [calls[at : at + RECORD] for at in range(first, last, RECORD) if calls[at : at + _ID] not in ids]
+                between = [
+                    calls[at : at + RECORD]
+                    for at in range(first, last, RECORD)
+                    if calls[at : at + _ID] not in ids
+                ]
                 return False, b"".join([*between, calls[last + RECORD :]])
         lasting = named and not self.renewed
         several = asked.newest * RECORD < len(asked.calls)
@@ -723,12 +887,21 @@ class Ledger:
         end = max(0, size - asked.newest * RECORD)
         older, total = shown - asked.newest, asked.total - add_up(calls[end:])
         known = not lasting or self._has_mark(shown, asked.total) or self._has_mark(older, total)
-        return end if older > 0 and (known or (older > 1 and self._are_newest(older, calls[:end]))) else -1
+        return (
+            end
+            if older > 0 and (known or (older > 1 and self._are_newest(older, calls[:end])))
+            else -1
+        )
 
     def _find_mark(self, asked: Step, calls: bytes, at: int) -> int:
         """The end, in a history's newest calls, of the history that the mark at `at` describes; -1 if they do not match."""
-        end = len(calls) - (len(asked.calls) // RECORD - _read_number(self.marks, at, at + 2)) * RECORD
-        if not 0 < end <= len(calls) or _read_number(self.marks, at + 2, at + _MARK) != asked.total - add_up(calls[end:]):
+        end = (
+            len(calls)
+            - (len(asked.calls) // RECORD - _read_number(self.marks, at, at + 2)) * RECORD
+        )
+        if not 0 < end <= len(calls) or _read_number(
+            self.marks, at + 2, at + _MARK
+        ) != asked.total - add_up(calls[end:]):
             return -1
         return end
 
@@ -742,22 +915,37 @@ class Ledger:
         if length > len(calls) // RECORD or (number > known and not self._forgot()):
             return False
         pairs = self.records[(known - length) * KNOWN :]
-        total = sum([int.from_bytes(pairs[at : at + _PAIR]) for at in range(_ID, len(pairs), KNOWN)])
+        total = sum(
+            [int.from_bytes(pairs[at : at + _PAIR]) for at in range(_ID, len(pairs), KNOWN)]
+        )
         return total == add_up(calls[len(calls) - length * RECORD :])
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
-        missing: set[bytes] | None = None  # tools with limits of their own, for which others leave room
+        missing: set[bytes] | None = (
+            None  # tools with limits of their own, for which others leave room
+        )
         names: dict[bytes, str] = {}
         for tool, number in numbers.items():
             at = _find(self.counts, tool, _COUNTED)
             if at >= 0:
                 count = _read_number(self.counts, at + len(tool), at + _COUNTED) + number
-                self.counts = self.counts[:at] + _TOOL.pack(tool, min(count, _MAX)) + self.counts[at + _COUNTED :]
+                self.counts = (
+                    self.counts[:at]
+                    + _TOOL.pack(tool, min(count, _MAX))
+                    + self.counts[at + _COUNTED :]
+                )
                 continue
             if missing is None:
-                missing = {digest for digest, _ in asked.limits.tools if _find(self.counts, digest, _COUNTED) < 0}
+                missing = {
+                    digest
+                    for digest, _ in asked.limits.tools
+                    if _find(self.counts, digest, _COUNTED) < 0
+                }
                 names = dict(pick_names(asked))
-            if len(self.counts) < (_MOST_TOOLS if tool in missing else _TOOLS - len(missing)) * _COUNTED:
+            if (
+                len(self.counts)
+                < (_MOST_TOOLS if tool in missing else _TOOLS - len(missing)) * _COUNTED
+            ):
                 self.counts += _TOOL.pack(tool, number)
                 self.names += pack_name(names.get(tool, ""))
                 missing.discard(tool)
@@ -767,7 +955,11 @@ class Ledger:
         limits = asked.limits
         if self.killed:
             by_blocks = self.killed == 1
-            used, allowed = (self.consecutive_blocks, limits.blocks) if by_blocks else (self.consecutive_errors, limits.errors)
+            used, allowed = (
+                (self.consecutive_blocks, limits.blocks)
+                if by_blocks
+                else (self.consecutive_errors, limits.errors)
+            )
             return 1, used, allowed, b""
         allowed = grant(limits.steps, asked.grants[0])
         if 0 <= allowed <= self.steps and not retry:
@@ -788,13 +980,19 @@ class Ledger:
                 return 6, equal, limits.threshold, tool
         return 0, 0, 0, b""
 
-    def _may_continue(self, limits: Limits, retry: bool) -> bool:  # noqa: FBT001  # a bit of what is stored
+    # A bit of what is stored
+    def _may_continue(self, limits: Limits, retry: bool) -> bool:  # noqa: FBT001
         """Whether a session without tool calls left may continue: with tools that have limits of their own, or to finish."""
         if limits.finishes:
             return retry or not self.narrowed_at
-        if not limits.narrows or (self.narrowed_at and self._count_others(limits) >= self.narrowed_at):
+        if not limits.narrows or (
+            self.narrowed_at and self._count_others(limits) >= self.narrowed_at
+        ):
             return False
-        return max([allowed - self._count_calls(tool) for tool, allowed in limits.tools], default=0) > 0
+        return (
+            max([allowed - self._count_calls(tool) for tool, allowed in limits.tools], default=0)
+            > 0
+        )
 
     def _count_others(self, limits: Limits) -> int:
         """The number of calls of tools without limits of their own."""
@@ -864,7 +1062,10 @@ class Ledger:
         elif allowed >= 0 and not self.narrowed_at and not retry:
             self.narrowed_at = min(self._count_others(limits) + 1, _MAX)
             bits += _NARROWED
-        reserve, quiet = self.cost // self.paid if self.paid else asked.reserve, min(max(0, now - self.last), _MAX)
+        reserve, quiet = (
+            self.cost // self.paid if self.paid else asked.reserve,
+            min(max(0, now - self.last), _MAX),
+        )
         reserve = min(reserve, MAX_RESERVE)
         self.open.append((asked.call, identity, now, reserve, quiet, self.consecutive_blocks, bits))
         self.reserved += reserve
@@ -928,11 +1129,27 @@ class Ledger:
         retry: bool,  # noqa: FBT001  # a field
     ) -> Standing:
         return Standing(
-            limit, used, allowed, tool, self.steps, self.tool_calls, self.blocks, self.consecutive_blocks,
-            self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began),
-            self.halvings > 0, retry, list_tools(self.counts, self.names) if self.counts else (), self.tokens, self.model_ms,
+            limit,
+            used,
+            allowed,
+            tool,
+            self.steps,
+            self.tool_calls,
+            self.blocks,
+            self.consecutive_blocks,
+            self.consecutive_errors,
+            self.cost,
+            self.estimated,
+            self.reserved,
+            self.killed,
+            max(0, now - self.began),
+            self.halvings > 0,
+            retry,
+            list_tools(self.counts, self.names) if self.counts else (),
+            self.tokens,
+            self.model_ms,
             self.failures,
-        )  # fmt: skip
+        )
 
 
 def _write_mark(shown: int, total: int) -> bytes:
@@ -965,7 +1182,9 @@ def grant(limit: int, more: int) -> int:
 def count_records(asked: Step) -> int:
     """The number of tool calls that are recognized."""
     limits = asked.limits
-    highest = max([grant(limits.tool_calls, asked.grants[1]), *[allowed for _, allowed in limits.tools]])
+    highest = max(
+        [grant(limits.tool_calls, asked.grants[1]), *[allowed for _, allowed in limits.tools]]
+    )
     return min(MAX_RECORDS, max(_RECORDS, highest + _SPARE_RECORDS, limits.window))
 
 
@@ -1001,13 +1220,21 @@ def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
         tool = asked.calls[at + _ID : at + _NAME]
         numbers[tool] = numbers.get(tool, 0) + 1
     limited = {digest for digest, _ in asked.limits.tools}
-    return [(tool, number) for place, (tool, number) in enumerate(numbers.items()) if place < _TOOLS or tool in limited]
+    return [
+        (tool, number)
+        for place, (tool, number) in enumerate(numbers.items())
+        if place < _TOOLS or tool in limited
+    ]
 
 
 def pick_names(asked: Step) -> list[tuple[bytes, str]]:
     """The tools of a history that may have room, and their names."""
     limited = {digest for digest, _ in asked.limits.tools} if len(asked.tools) > _TOOLS else set()
-    return [(tool, name) for place, (tool, name) in enumerate(asked.tools) if place < _TOOLS or tool in limited]
+    return [
+        (tool, name)
+        for place, (tool, name) in enumerate(asked.tools)
+        if place < _TOOLS or tool in limited
+    ]
 
 
 def pack_name(name: str) -> bytes:
@@ -1029,7 +1256,9 @@ _OF_ROOT: Final = 4
 def read_standing(answer: bytes) -> Standing:
     """Read a remote store's answer; raises ValueError if it is malformed."""
     try:
-        limit, killed, bits, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
+        limit, killed, bits, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(
+            answer
+        )
         tree, start = None, _STANDING.size
         if bits & _IN_TREE:
             tree, start = read_tree(answer, start), start + ANSWER_SIZE
@@ -1041,14 +1270,43 @@ def read_standing(answer: bytes) -> Standing:
         raise ValueError from None
     if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
         raise ValueError
-    steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts[:9]
+    (
+        steps,
+        tool_calls,
+        blocks,
+        consecutive_blocks,
+        consecutive_errors,
+        cost,
+        estimated,
+        reserved,
+        age,
+    ) = amounts[:9]
     given, taken, read, written, model_ms, failures = amounts[9:]
     tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
-        limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
-        reserved, killed, age, bits & _CROWDED != 0, retry != 0, listed, (given, taken, read, written), model_ms, failures,
-        tree, root,
-    )  # fmt: skip
+        limit,
+        used,
+        allowed,
+        tool,
+        steps,
+        tool_calls,
+        blocks,
+        consecutive_blocks,
+        consecutive_errors,
+        cost,
+        estimated,
+        reserved,
+        killed,
+        age,
+        bits & _CROWDED != 0,
+        retry != 0,
+        listed,
+        (given, taken, read, written),
+        model_ms,
+        failures,
+        tree,
+        root,
+    )
 
 
 _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIIQ")
@@ -1066,15 +1324,38 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
 
     A settlement has its tokens and `model_ms` where a step has its last numbers.
     """
-    limits, grants, limited, names, calls, older, tree = asked.limits, (0, 0, 0), b"", b"", b"", b"", b""
+    limits, grants, limited, names, calls, older, tree = (
+        asked.limits,
+        (0, 0, 0),
+        b"",
+        b"",
+        b"",
+        b"",
+        b"",
+    )
     flags = limits.narrows + _ENDS * limits.ends + _FINISHES * limits.finishes
     if isinstance(asked, Settlement):
-        kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
+        kind, estimated, identity, money = (
+            asked.outcome,
+            asked.estimated,
+            b"",
+            min(asked.cost, MAX_MONEY),
+        )
         records, earlier, shown, newest = asked.tokens
         total = asked.model_ms
     else:
-        kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
-        records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
+        kind, estimated, identity, money = (
+            _STEP,
+            False,
+            asked.identity,
+            min(asked.reserve, MAX_RESERVE),
+        )
+        records, shown, newest, total = (
+            count_records(asked),
+            len(asked.calls) // RECORD,
+            asked.newest,
+            asked.total,
+        )
         earlier, tree = asked.earlier, pack_tree(asked.tree) + pack_search(asked.search)
         grants, calls, flags = asked.grants, cut_calls(asked), flags + _OFFERED * asked.offer
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
@@ -1082,10 +1363,27 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         if len(asked.calls) > len(calls):
             older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
     head = _QUESTION.pack(
-        kind, estimated, flags, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
-        grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
-        limits.threshold, limits.blocks, limits.errors, records, earlier, shown, newest, total,
-    )  # fmt: skip
+        kind,
+        estimated,
+        flags,
+        asked.call,
+        identity,
+        money,
+        limits.idle_ms,
+        limits.max_sessions,
+        grant(limits.steps, grants[0]),
+        grant(limits.tool_calls, grants[1]),
+        grant(limits.cost, grants[2]),
+        limits.window,
+        limits.threshold,
+        limits.blocks,
+        limits.errors,
+        records,
+        earlier,
+        shown,
+        newest,
+        total,
+    )
     return head, limited, names, calls, older, tree
 
 

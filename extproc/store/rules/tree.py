@@ -1,11 +1,13 @@
 """The agents below a root session, and whether another one may begin: pure, exact, with `now` as an argument in milliseconds.
 
-A tree belongs to a ledger: it is read and changed in the same step, and ends with it. An agent is identified by a digest of its
-name. An admitted agent is never refused by these limits later. A refused agent is not stored, so refusals take no memory.
+A tree belongs to a ledger: it is read and changed in the same step, and ends with it. An agent is
+    identified by a digest of its
+name. An admitted agent is never refused by these limits later. A refused agent is not stored, so
+refusals take no memory.
 
-An agent directly below the root has depth 1, any other one more than its parent. Its depth is computed when it begins. An
-unknown parent (forged, forgotten, or the agent itself) is taken to be directly below the root, so there are no cycles,
-whatever clients claim.
+An agent directly below the root has depth 1, any other one more than its parent. Its depth is
+computed when it begins. An unknown parent (forged, forgotten, or the agent itself) is taken to be
+directly below the root, so there are no cycles, whatever clients claim.
 
 A tree stores its newest `MAX_AGENTS` agents. A forgotten agent that returns is counted again.
 """
@@ -73,7 +75,8 @@ class TreeStanding(NamedTuple):
     Attributes:
         agents: number of agents that have begun.
         refused: number of requests that were refused because of `AGENT_LIMITS`.
-        depth: the depth of the request's agent; 0 for the root, and for one that did not begin because of another limit.
+        depth: the depth of the request's agent; 0 for the root, and for one that did not begin
+            because of another limit.
         began: the agent began with this request.
     """
 
@@ -83,12 +86,16 @@ class TreeStanding(NamedTuple):
     began: bool = False
 
 
-# In the byte order of most processors. Remote stores use network byte order, and begin with a version.
+# In the byte order of most processors. Remote stores use network byte order, and begin with a
+# version.
 _NUMBERS: Final = struct.Struct("<II")
 """The numbers of agents and of refused requests."""
 
 _AGENT: Final = struct.Struct("<8sHqq")
-"""The agent's digest and depth, when it began, and when its newest request came. The agent of the newest request is last."""
+"""The agent's digest and depth, when it began, and when its newest request came.
+
+The agent of the newest request is last.
+"""
 
 _HEAD_SIZE: Final = _NUMBERS.size
 _SIZE: Final = _AGENT.size
@@ -130,13 +137,21 @@ class Tree:
 
     def pack(self) -> bytes:
         """The tree as it is stored."""
-        return b"".join([_NUMBERS.pack(self.agents, self.refused), self.older, *self._pack_recent(len(self.recent))])
+        return b"".join(
+            [
+                _NUMBERS.pack(self.agents, self.refused),
+                self.older,
+                *self._pack_recent(len(self.recent)),
+            ]
+        )
 
     def is_large(self) -> bool:
         """Whether it has many agents."""
         return len(self.older) > _LARGE * _SIZE
 
-    def admit(self, asked: TreeStep, now: int, *, passes: bool) -> tuple[TreeStanding, int, int, int]:
+    def admit(
+        self, asked: TreeStep, now: int, *, passes: bool
+    ) -> tuple[TreeStanding, int, int, int]:
         """Begin the agent of a request, or note the request if it has begun.
 
         Args:
@@ -145,8 +160,8 @@ class Tree:
             passes: no limit of the session refuses the request.
 
         Returns:
-            the state of the tree, the index in `AGENT_LIMITS` of the limit that refuses the request (-1 for none), and its used
-            and allowed amounts.
+            the state of the tree, the index in `AGENT_LIMITS` of the limit that refuses the request
+            (-1 for none), and its used and allowed amounts.
         """
         agent = asked.agent
         if not agent:
@@ -164,7 +179,9 @@ class Tree:
             self.refused = min(self.refused + 1, _MAX)
             return TreeStanding(self.agents, self.refused, depth), limit, used, allowed
         self.agents = min(self.agents + 1, _MAX)
-        self.older = self.older[max(0, len(self.older) - (MAX_AGENTS - 1 - len(self.recent)) * _SIZE) :]
+        self.older = self.older[
+            max(0, len(self.older) - (MAX_AGENTS - 1 - len(self.recent)) * _SIZE) :
+        ]
         self._keep(agent, _Agent(depth, now, now))
         return TreeStanding(self.agents, self.refused, depth, began=True), -1, 0, 0
 
@@ -259,7 +276,15 @@ def pack_tree(asked: TreeStep | None) -> bytes:
     if asked is None:
         return b""
     limits = asked.limits
-    return _ASKED.pack(asked.agent, asked.parent, limits.depth, limits.agents, limits.concurrent, limits.spawns, limits.idle_ms)
+    return _ASKED.pack(
+        asked.agent,
+        asked.parent,
+        limits.depth,
+        limits.agents,
+        limits.concurrent,
+        limits.spawns,
+        limits.idle_ms,
+    )
 
 
 def read_tree(answer: bytes, at: int) -> TreeStanding:

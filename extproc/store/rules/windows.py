@@ -4,13 +4,14 @@
 - `fixed`: one count that starts with the first request and ends `window_ms` later (`tally`).
 - `sliding_log`: the requests of the last `window_ms`, each remembered by its time (`log`).
 
-A request is acted on (`looping`) if it brings the count to the threshold or above, or if a cooldown runs. A trip is the request
-that crosses the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown, so a client that keeps
-retrying does not prolong it.
+A request is acted on (`looping`) if it brings the count to the threshold or above, or if a cooldown
+runs. A trip is the request that crosses the threshold while no cooldown runs; it starts one.
+Refusals do not restart the cooldown, so a client that keeps retrying does not prolong it.
 
-A clock may be set back, or may be behind on another server after a failover. Then the time since the last request is unknown. A
-time in the future by less than its own length (window or cooldown) is treated as now, so a loop stays a loop. A time further
-ahead is forgotten, so that a window or cooldown never lasts as long as the clock was set back.
+A clock may be set back, or may be behind on another server after a failover. Then the time since
+the last request is unknown. A time in the future by less than its own length (window or cooldown)
+is treated as now, so a loop stays a loop. A time further ahead is forgotten, so that a window or
+cooldown never lasts as long as the clock was set back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Hit:
         key: the whole counter key; it ends in two hex digits that spread keys evenly.
         window_type: `sliding_ttl`, `sliding_log` or `fixed`.
         window_ms: length of the window, in milliseconds.
-        threshold: the first count to act on; 1 acts at once, for a request that is known to be a loop.
+        threshold: the first count to act on; 1 acts at once, for a request that is known to be a
+            loop.
         cooldown_ms: how long requests are acted on after a trip, in milliseconds; 0 for none.
         count_refused: if False, requests that are acted on do not change the window.
         count_to: maximum number of requests that a `sliding_log` remembers; at least `threshold`.
@@ -67,7 +69,15 @@ class Hit:
 
     def _list(self) -> tuple[str, str, int, int, int, bool, int]:
         window, cooldown = self.window_ms, self.cooldown_ms
-        return self.key, self.window_type, window, self.threshold, cooldown, self.count_refused, self.count_to
+        return (
+            self.key,
+            self.window_type,
+            window,
+            self.threshold,
+            cooldown,
+            self.count_refused,
+            self.count_to,
+        )
 
 
 class Count:
@@ -105,7 +115,9 @@ class Count:
 UNCOUNTED = Count(0, False, 0, 0)
 
 
-def _apply_threshold(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
+def _apply_threshold(
+    before: int, count: int, cooling_until: int, hit: Hit, now: int
+) -> tuple[bool, int]:
     """Whether to act, and the new end of the cooldown."""
     ahead = cooling_until - hit.cooldown_ms - now
     if ahead > 0:  # the cooldown starts in the future
@@ -124,13 +136,17 @@ def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
         state = (0, now, now, 0)
     count, first, last, cooling_until = state
     if now < last:
-        count, first, last = (count, first - (last - now), now) if last - now < hit.window_ms else (0, now, now)
+        count, first, last = (
+            (count, first - (last - now), now) if last - now < hit.window_ms else (0, now, now)
+        )
     if count and now < (first if hit.window_type == "fixed" else last) + hit.window_ms:
         before, began = count, first
     else:
         before, began = 0, now
     looping, cooling_until = _apply_threshold(before, before + 1, cooling_until, hit, now)
-    answer = Count(before + 1, looping, cooling_until - now if cooling_until > now else 0, now - began)
+    answer = Count(
+        before + 1, looping, cooling_until - now if cooling_until > now else 0, now - began
+    )
     if looping and not hit.count_refused:
         return (count, first, last, cooling_until), answer
     return (before + 1, began, now, cooling_until), answer
@@ -140,9 +156,9 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
     """Count one request in a `sliding_log` window.
 
     Args:
-        state: 64-bit integers, `time, time, ..., cooling_until`, changed in place; None for a new key. A bytearray removes
-            old times from the front and adds new ones at the back quickly. The garbage collector, which takes 100 ms to walk
-            a million arrays, never visits one.
+        state: 64-bit integers, `time, time, ..., cooling_until`, changed in place; None for a new
+            key. A bytearray removes old times from the front and adds new ones at the back quickly.
+            The garbage collector, which takes 100 ms to walk a million arrays, never visits one.
         hit: the hit to count.
         now: the store's time in milliseconds.
     """
@@ -150,14 +166,18 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
         if hit.threshold > 1:
             return bytearray(_LOG_END.pack(now, 0)), Count(1, False, 0, 0)
         state = bytearray(_LOG_TIME.pack(0))
-    with memoryview(state).cast("q") as times:  # closed again, because an open view prevents changes of the state's length
+    with memoryview(state).cast(
+        "q"
+    ) as times:  # closed again, because an open view prevents changes of the state's length
         known = len(times) - 1
         cooling_until = times[known]
         ahead = times[known - 1] - now if known else 0
         if 0 < ahead < hit.window_ms:
             for place in range(known):
                 times[place] -= ahead
-        gone = bisect_right(times, now - hit.window_ms, 0, known) if ahead < hit.window_ms else known
+        gone = (
+            bisect_right(times, now - hit.window_ms, 0, known) if ahead < hit.window_ms else known
+        )
         before = known - gone
         began = times[gone] if before else now
     looping, cooling_until = _apply_threshold(before, before + 1, cooling_until, hit, now)
@@ -174,4 +194,8 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
 def read_log_times(state: bytearray) -> tuple[int, int]:
     """When the last request was counted, and when the cooldown ends; a log without requests is as old as its cooldown."""
     (cooling_until,) = _LOG_TIME.unpack_from(state, -_LOG_TIME.size)
-    return _LOG_END.unpack_from(state, -_LOG_END.size) if len(state) > _LOG_TIME.size else (cooling_until, cooling_until)
+    return (
+        _LOG_END.unpack_from(state, -_LOG_END.size)
+        if len(state) > _LOG_TIME.size
+        else (cooling_until, cooling_until)
+    )

@@ -1,13 +1,16 @@
 """`make precision`: how accurate policies are on labelled conversations.
 
-Each line of a set is a JSON object: a conversation as its last request shows it, and a `label`. In a label, `loop` is true,
-false, or null if unclear; `begins` is the number of the model's first answer in the loop, starting at 1; `success` is whether
-the agent reached its goal; `kind` groups conversations for `--kinds`. The conversation is `messages`, `input` (Responses),
-`contents` (Gemini), `steps` (ATIF), `requests` (a list of bodies as sent), or `file`, a path to one of these. Other keys of the
-body, such as `tools`, can stand beside it.
+Each line of a set is a JSON object: a conversation as its last request shows it, and a `label`. In
+    a label, `loop` is true,
+false, or null if unclear; `begins` is the number of the model's first answer in the loop, starting
+at 1; `success` is whether the agent reached its goal; `kind` groups conversations for `--kinds`.
+The conversation is `messages`, `input` (Responses), `contents` (Gemini), `steps` (ATIF), `requests`
+(a list of bodies as sent), or `file`, a path to one of these. Other keys of the body, such as
+`tools`, can stand beside it.
 
-Each conversation is replayed as a caller of its own, one request for each answer. The policies judge all of them, whatever
-their selectors. The table has two rows for each detector, for conversations acted on and for refused ones:
+Each conversation is replayed as a caller of its own, one request for each answer. The policies
+judge all of them, whatever their selectors. The table has two rows for each detector, for
+conversations acted on and for refused ones:
 
 - loops found: requests must show some of the loop; earlier ones are `too early`
 - others: conversations without a loop
@@ -41,7 +44,13 @@ from extproc.logs import escape_controls
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from extproc.request.document import limit_integers
 from tests.bench.precision.conversations import read_conversation
-from tests.bench.precision.measure import LEVELS, Precision, count_conversations, list_kinds, summarize
+from tests.bench.precision.measure import (
+    LEVELS,
+    Precision,
+    count_conversations,
+    list_kinds,
+    summarize,
+)
 
 _MAX_ENTRIES = 1_000_000
 _MOST_ERRORS = 20
@@ -49,11 +58,24 @@ _MOST_ERRORS = 20
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tests.bench.precision", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tests.bench.precision",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_policy_flag(parser, required=False)
-    parser.add_argument("set", nargs="+", type=Path, metavar="SET", help="labelled conversations, one per line, plain or .gz")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time between two requests of a conversation (default 10)")
+    parser.add_argument(
+        "set",
+        nargs="+",
+        type=Path,
+        metavar="SET",
+        help="labelled conversations, one per line, plain or .gz",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="time between two requests of a conversation (default 10)",
+    )
     parser.add_argument("--kinds", action="store_true", help="also show each kind of conversation")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     return parser
@@ -113,14 +135,32 @@ def _print_tables(document: dict[str, Any], by_kind: Sequence[Any]) -> None:
     for setting in document["settings"]:
         for level in LEVELS:
             found = setting[level.replace(" ", "_")]
-            turns = "" if found["turns"] is None else f"{found['turns']['median']:g}, up to {found['turns']['longest']}"
+            turns = (
+                ""
+                if found["turns"] is None
+                else f"{found['turns']['median']:g}, up to {found['turns']['longest']}"
+            )
             spared = f"{found['bytes_of_loops']:.0%}"
             name = f"{setting['policy']}/{setting['detector']}" if level == LEVELS[0] else ""
             shares = _write_share(found["loops"]), _write_share(found["others"])
-            cells = (*shares, found["early"], _write_share(found["successes"]), turns, spared if level == LEVELS[1] else "")
+            cells = (
+                *shares,
+                found["early"],
+                _write_share(found["successes"]),
+                turns,
+                spared if level == LEVELS[1] else "",
+            )
             rows.append((name, level, *cells))
-    about = ", ".join([count(document["loops"], "loop"), count(document["others"], "other"), f"{document['unclear']} unclear"])
-    title = f"{count(document['conversations'], 'conversation')}: {about} (shares, with 95% intervals)"
+    about = ", ".join(
+        [
+            count(document["loops"], "loop"),
+            count(document["others"], "other"),
+            f"{document['unclear']} unclear",
+        ]
+    )
+    title = (
+        f"{count(document['conversations'], 'conversation')}: {about} (shares, with 95% intervals)"
+    )
     columns = ("#loops found", "#others", "#too early", "#successes", "#turns", "#spared")
     print_rows(console, title, ("setting", "", *columns), rows)
     rows = [
@@ -132,10 +172,20 @@ def _print_tables(document: dict[str, Any], by_kind: Sequence[Any]) -> None:
     if by_kind:
         names = [f"#{each.policy}/{each.detector}" for each in by_kind]
         rows = [
-            (kind, label, conversations, *(f"{acted}, {refused} refused" for acted, refused in found))
+            (
+                kind,
+                label,
+                conversations,
+                *(f"{acted}, {refused} refused" for acted, refused in found),
+            )
             for kind, label, conversations, found in list_kinds(by_kind)
         ]
-        print_rows(console, "Acted on and refused, by kind", ("kind", "label", "#conversations", *names), rows)
+        print_rows(
+            console,
+            "Acted on and refused, by kind",
+            ("kind", "label", "#conversations", *names),
+            rows,
+        )
 
 
 def _write_share(share: dict[str, Any]) -> str:

@@ -1,6 +1,9 @@
-"""Parses a line of a labelled set into a conversation's requests and its label. `__main__` has the format.
+"""Parses a line of a labelled set into a conversation's requests and its label.
 
-A conversation is written as its last request, which contains all others: each answer of the model had a request with everything
+`__main__` has the format.
+
+A conversation is written as its last request, which contains all others: each answer of the model
+    had a request with everything
 before it. If the client left something out, the set has the requests themselves.
 """
 
@@ -67,18 +70,30 @@ def read_conversation(line: bytes, folder: Path) -> Labelled:
     try:
         found = _OBJECT.decode(line)
     except _BAD:
-        raise _reject(f'a line must be a JSON object, such as {{"label": {LABEL}, "messages": [...]}}') from None
+        raise _reject(
+            f'a line must be a JSON object, such as {{"label": {LABEL}, "messages": [...]}}'
+        ) from None
     if "label" not in found:
         raise _reject(f"label is missing: it must be an object such as {LABEL}")
     label = _read_label(found["label"])
     if "file" in found:
-        found = {**_read_file(folder, _decode(_TEXT, found["file"], "file", "the path of a JSON file")), **found}
+        found = {
+            **_read_file(folder, _decode(_TEXT, found["file"], "file", "the path of a JSON file")),
+            **found,
+        }
     own = {key: found.pop(key) for key in _OWN & found.keys()}
     bodies = _list_bodies(found, own)
     if label.begins > len(bodies):
-        raise _reject(f"label.begins must be at most {len(bodies)}, the number of requests, not {label.begins}")
-    path = _decode(_TEXT, own["path"], "path", "a path such as /v1/chat") if "path" in own else _PATH
-    headers = _decode(_TEXTS, own["headers"], "headers", "an object of texts") if "headers" in own else {}
+        raise _reject(
+            f"label.begins must be at most {len(bodies)}, the number of requests, not "
+            f"{label.begins}"
+        )
+    path = (
+        _decode(_TEXT, own["path"], "path", "a path such as /v1/chat") if "path" in own else _PATH
+    )
+    headers = (
+        _decode(_TEXTS, own["headers"], "headers", "an object of texts") if "headers" in own else {}
+    )
     name = bytes(own.get("id", b"")).decode().strip('"')
     return Labelled(name, label, path, headers, bodies)
 
@@ -87,7 +102,8 @@ def _reject(why: str) -> UnusableError:
     return UnusableError("invalid", why)
 
 
-def _decode(decoder: Any, raw: msgspec.Raw, name: str, right: str) -> Any:  # noqa: ANN401  # as the decoder has it
+# As the decoder has it
+def _decode(decoder: Any, raw: msgspec.Raw, name: str, right: str) -> Any:  # noqa: ANN401
     try:
         return decoder.decode(raw)
     except _BAD:
@@ -104,7 +120,10 @@ def _read_label(raw: msgspec.Raw) -> Label:
         raise _reject("label.loop must be true, false, or null where it is unclear")
     begins, success, kind = label.get("begins"), label.get("success"), label.get("kind", "")
     if begins is not None and not (label["loop"] and isinstance(begins, int) and begins >= 1):
-        raise _reject("label.begins must be the number of the loop's first answer, from 1 on, and is for loops only")
+        raise _reject(
+            "label.begins must be the number of the loop's first answer, from 1 on, and is for "
+            "loops only"
+        )
     if success is not None and not isinstance(success, bool):
         raise _reject("label.success must be true, false, or null where it is unknown")
     if not isinstance(kind, str):
@@ -119,31 +138,45 @@ def _read_file(folder: Path, name: str) -> dict[str, msgspec.Raw]:
         raise _reject(f"file {name} cannot be read: {error.strerror}") from None
     if data.lstrip().startswith(b"["):
         return {"messages": msgspec.Raw(data)}
-    found: dict[str, msgspec.Raw] = _decode(_OBJECT, msgspec.Raw(data), f"file {name}", "a JSON object or a list of messages")
+    found: dict[str, msgspec.Raw] = _decode(
+        _OBJECT, msgspec.Raw(data), f"file {name}", "a JSON object or a list of messages"
+    )
     return found
 
 
 def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> list[bytes]:
     if "requests" in own:
-        bodies = [bytes(raw) for raw in _decode(_LIST, own["requests"], "requests", "a list of bodies")]
+        bodies = [
+            bytes(raw) for raw in _decode(_LIST, own["requests"], "requests", "a list of bodies")
+        ]
         if not bodies or not all(body.startswith(b"{") for body in bodies):
             raise _reject("requests must be a list of JSON objects")
         return bodies
     if _STEPS in found:
-        steps = _decode(_TRAJECTORY, found[_STEPS], _STEPS, "a list of ATIF's steps, each with a source")
+        steps = _decode(
+            _TRAJECTORY, found[_STEPS], _STEPS, "a list of ATIF's steps, each with a source"
+        )
         found = {
             "messages": msgspec.Raw(msgspec.json.encode(list(_write_steps(steps)))),
-            "tools": msgspec.Raw(msgspec.json.encode(_list_tools(found.get("agent", msgspec.Raw(b"{}"))))),
+            "tools": msgspec.Raw(
+                msgspec.json.encode(_list_tools(found.get("agent", msgspec.Raw(b"{}"))))
+            ),
         }
     try:
         conversation = open_conversation(Document(msgspec.json.encode(found)))
         speakers = conversation.list_speakers()
     except NotCounted:
-        raise _reject("there is no conversation: give messages as an API or ATIF has them, requests, or a file") from None
+        raise _reject(
+            "there is no conversation: give messages as an API or ATIF has them, requests, or a "
+            "file"
+        ) from None
     key, *deeper = conversation.shape.path
     entries = [] if deeper else _decode(_LIST, found[key], key, "a list of messages")
     if not entries or len(entries) != len(speakers):
-        raise _reject(f"{'.'.join([key, *deeper])} cannot be taken apart: give the bodies of the requests as requests")
+        raise _reject(
+            f"{'.'.join([key, *deeper])} cannot be taken apart: give the bodies of the requests "
+            "as requests"
+        )
     return list(_write_bodies(found, key, entries, _find_ends(speakers)))
 
 

@@ -1,7 +1,8 @@
 """The accuracy of detectors on labelled conversations.
 
-Each conversation is replayed in full, whatever is done about its requests, with its own caller. A loop is found if a request
-that shows some of it is acted on; acting on an earlier request is too early. Shares have Wilson's intervals of 95 %.
+Each conversation is replayed in full, whatever is done about its requests, with its own caller. A
+loop is found if a request that shows some of it is acted on; acting on an earlier request is too
+early. Shares have Wilson's intervals of 95 %.
 """
 
 from __future__ import annotations
@@ -46,9 +47,14 @@ def make_share(found: int, of: int) -> Proportion:
     if not of:
         return Proportion(0, 0, 0.0, 1.0)
     share, square = found / of, _Z * _Z
-    middle, spread = share + square / (2 * of), _Z * sqrt(share * (1 - share) / of + square / (4 * of * of))
+    middle, spread = (
+        share + square / (2 * of),
+        _Z * sqrt(share * (1 - share) / of + square / (4 * of * of)),
+    )
     whole = 1 + square / of
-    return Proportion(found, of, max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole))
+    return Proportion(
+        found, of, max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole)
+    )
 
 
 class Judged(NamedTuple):
@@ -94,7 +100,9 @@ class Precision:
         self._now = _BEGIN_MS
 
     def add(self, place: FilePlace, conversation: Labelled) -> None:
-        touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {key: ([], []) for key in self.settings}
+        touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {
+            key: ([], []) for key in self.settings
+        }
         for number, body in enumerate(conversation.bodies, 1):
             self._now += self._step_ms
             found = self._judge.judge(self._record(f"{place}", conversation, body))
@@ -103,7 +111,9 @@ class Precision:
             evaluation, decision = found
             for policy, detector, reason in evaluation.list_left_out():
                 for key, setting in self.settings.items():
-                    if key in ((policy, detector), (policy, ALL_DETECTORS)) or (key[0] == policy and not detector):
+                    if key in ((policy, detector), (policy, ALL_DETECTORS)) or (
+                        key[0] == policy and not detector
+                    ):
                         setting.uncounted[reason] += 1
             for outcome in decision.trace:
                 for key in ((outcome.policy, outcome.detector), (outcome.policy, ALL_DETECTORS)):
@@ -111,7 +121,9 @@ class Precision:
                         _note(touched[key], number, refused=outcome.action is Action.REJECT)
         sizes = [len(body) for body in conversation.bodies]
         for key, setting in self.settings.items():
-            setting.judged.append(Judged(place, conversation.name, conversation.label, sizes, touched[key]))
+            setting.judged.append(
+                Judged(place, conversation.name, conversation.label, sizes, touched[key])
+            )
 
     def _record(self, caller: str, conversation: Labelled, body: bytes) -> Recorded:
         headers: dict[str, str | bool | None] = {"authorization": f"Bearer {caller}"}
@@ -148,7 +160,10 @@ def summarize(setting: Setting) -> dict[str, Any]:
     return {
         "policy": setting.policy,
         "detector": setting.detector,
-        **{level.replace(" ", "_"): _summarize_level(setting.judged, place) for place, level in enumerate(LEVELS)},
+        **{
+            level.replace(" ", "_"): _summarize_level(setting.judged, place)
+            for place, level in enumerate(LEVELS)
+        },
         "uncounted": dict(setting.uncounted),
     }
 
@@ -179,7 +194,9 @@ def _summarize_level(judged: Sequence[Judged], level: int) -> dict[str, Any]:
         "others": make_share(len(wrong), len(others))._asdict(),
         "right": make_share(len(hit), len(hit) + len(wrong))._asdict(),
         "early": len(early),
-        "successes": make_share(sum(bool(each.touched[level]) for each in succeeded), len(succeeded))._asdict(),
+        "successes": make_share(
+            sum(bool(each.touched[level]) for each in succeeded), len(succeeded)
+        )._asdict(),
         "unclear": sum(bool(each.touched[level]) for each in judged if each.label.loop is None),
         "turns": {"median": median(turns), "longest": turns[-1]} if turns else None,
         "bytes_of_loops": spared / max(1, sum(sum(each.sizes) for each in loops)),
@@ -194,11 +211,30 @@ def _name(judged: Judged, request: int) -> dict[str, Any]:
     return {**found, "request": request} if request else found
 
 
-def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, list[tuple[int, int]]]]:
+def list_kinds(
+    settings: Iterable[Setting],
+) -> Iterator[tuple[str, str, int, list[tuple[int, int]]]]:
     """Kind, label, number of conversations, and for each setting the numbers acted on and refused."""
     rows = [setting.judged for setting in settings]
-    groups = sorted({(each.label.kind, each.label.loop is True) for each in rows[0] if each.label.loop is not None})
+    groups = sorted(
+        {
+            (each.label.kind, each.label.loop is True)
+            for each in rows[0]
+            if each.label.loop is not None
+        }
+    )
     for kind, loop in groups:
-        chosen = [[each for each in judged if (each.label.kind, each.label.loop) == (kind, loop)] for judged in rows]
-        found = [tuple(sum(bool(each.touched[level]) for each in judged) for level in (0, 1)) for judged in chosen]
-        yield kind, "loop" if loop else "other", len(chosen[0]), [(acted, refused) for acted, refused in found]
+        chosen = [
+            [each for each in judged if (each.label.kind, each.label.loop) == (kind, loop)]
+            for judged in rows
+        ]
+        found = [
+            tuple(sum(bool(each.touched[level]) for each in judged) for level in (0, 1))
+            for judged in chosen
+        ]
+        yield (
+            kind,
+            "loop" if loop else "other",
+            len(chosen[0]),
+            [(acted, refused) for acted, refused in found],
+        )

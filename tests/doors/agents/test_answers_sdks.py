@@ -25,7 +25,10 @@ from tests.support.sdks import (
 
 RETRYING: dict[str, Ask] = {
     "gemini-retrying": partial(ask_python, partial(ask_gemini, retries=True)),
-    **{f"bedrock-{mode}": partial(ask_python, partial(ask_bedrock, mode=mode)) for mode in ("legacy", "standard", "adaptive")},
+    **{
+        f"bedrock-{mode}": partial(ask_python, partial(ask_bedrock, mode=mode))
+        for mode in ("legacy", "standard", "adaptive")
+    },
 }
 
 OTHERS: dict[str, Ask] = {
@@ -37,10 +40,22 @@ ASK = SDKS | RETRYING | OTHERS
 KEYS = [f"header:{USER}"]
 POLICIES = bundle(
     *(
-        policy(str(status), {"pathPrefix": f"/{status}/"}, similarity="turns", reject_status=status, limit_keys=KEYS)
+        policy(
+            str(status),
+            {"pathPrefix": f"/{status}/"},
+            similarity="turns",
+            reject_status=status,
+            limit_keys=KEYS,
+        )
         for status in (429, "auto")
     ),
-    policy("completion", {"pathPrefix": "/completion/"}, similarity="turns", refuse_as="completion", limit_keys=KEYS),
+    policy(
+        "completion",
+        {"pathPrefix": "/completion/"},
+        similarity="turns",
+        refuse_as="completion",
+        limit_keys=KEYS,
+    ),
 )
 
 
@@ -50,7 +65,9 @@ def made() -> Iterator[Stack]:
         yield made
 
 
-def ask(made: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: bool = False) -> tuple[Reply, int]:
+def ask(
+    made: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: bool = False
+) -> tuple[Reply, int]:
     """What the SDK makes of the refusal of a stuck agent, and the number of requests that it sends."""
     before = made.envoy.stat("http.ingress.downstream_rq_total")
     reply = ASK[sdk](Job(f"http://127.0.0.1:{made.envoy.port}{path}", user[USER], stream))
@@ -60,8 +77,12 @@ def ask(made: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: 
 SAID = "Loop detected: 3 of the last 3 turns were check with the same input and the same result"
 
 
-@pytest.mark.parametrize(("sdk", "stream"), [*((sdk, False) for sdk in SDKS | RETRYING), *((sdk, True) for sdk in SDKS)])
-def test_sdk_shows_the_reason_and_does_not_retry(made: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("sdk", "stream"), [*((sdk, False) for sdk in SDKS | RETRYING), *((sdk, True) for sdk in SDKS)]
+)
+def test_sdk_shows_the_reason_and_does_not_retry(
+    made: Stack, sdk: str, user: dict[str, str], stream: bool
+) -> None:
     reply, requests = ask(made, sdk, user, "/auto", stream=stream)
 
     assert (requests, reply.status) == (1, 400)
@@ -77,7 +98,9 @@ def test_some_sdks_retry_status_429(made: Stack, sdk: str, user: dict[str, str])
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("sdk", [*SDKS, *OTHERS])
-def test_refusal_as_completion_is_an_answer_for_sdks(made: Stack, sdk: str, user: dict[str, str], stream: bool) -> None:
+def test_refusal_as_completion_is_an_answer_for_sdks(
+    made: Stack, sdk: str, user: dict[str, str], stream: bool
+) -> None:
     seen = len(made.upstream.seen)
 
     reply, requests = ask(made, sdk, user, "/completion", stream=stream)
@@ -91,5 +114,7 @@ def test_refusal_as_completion_is_an_answer_for_sdks(made: Stack, sdk: str, user
 def test_refusal_as_completion_is_logged_as_refusal(made: Stack, user: dict[str, str]) -> None:
     ask(made, "chat", user, "/completion")
 
-    entry = made.envoy.logged("/completion/v1/chat/completions", status=200, details="loop_detected")
+    entry = made.envoy.logged(
+        "/completion/v1/chat/completions", status=200, details="loop_detected"
+    )
     assert (entry["loop_action"], entry["loop_policy"]) == ("reject", "completion")

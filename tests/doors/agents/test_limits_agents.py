@@ -1,6 +1,7 @@
 """Agents of every framework whose model never stops by itself: limits end their sessions, on two replicas that share Valkey.
 
-The preset `agents` is used with nothing but an API key: each key is a caller, and each run a conversation.
+The preset `agents` is used with nothing but an API key: each key is a caller, and each run a
+    conversation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ STEPS = 4
 def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
     keys = [f"header:{USER}"]
     limits = {"reject_status": "auto", **limits}
-    return bare_policy(identity, f"/{identity}/", limit_keys=keys, session={"keys": keys}, session_limits=limits)
+    return bare_policy(
+        identity, f"/{identity}/", limit_keys=keys, session={"keys": keys}, session_limits=limits
+    )
 
 
 PRESET: dict[str, Any] = json.loads(Path(find_preset("agents")).read_text())
@@ -53,7 +56,12 @@ POLICIES = bundle(
     limited("finish", max_tool_calls=2, max_tool_calls_mode="finish"),
     limited("tool", max_calls_per_tool={"check": 2}),
     limited("loop", loop_detection={"window": 5, "threshold": 3}),
-    bare_policy("alone", "/alone/", limit_keys=["credential"], session_limits={"max_steps": STEPS, "reject_status": "auto"}),
+    bare_policy(
+        "alone",
+        "/alone/",
+        limit_keys=["credential"],
+        session_limits={"max_steps": STEPS, "reject_status": "auto"},
+    ),
 )
 
 
@@ -65,7 +73,10 @@ RUNS: dict[str, Run] = FRAMEWORKS | {
     "ollama": run_ollama_agent,
 }
 
-THREADS = ("anthropic tool runner", "node, anthropic")  # they declare their tools once, for a thread on the server
+THREADS = (
+    "anthropic tool runner",
+    "node, anthropic",
+)  # they declare their tools once, for a thread on the server
 
 # They send their whole history, and have a key.
 SHOWING = [name for name in RUNS if name not in (*THREADS, "bedrock")]
@@ -98,20 +109,31 @@ def while_offered(gate: Gate, user: str) -> Script:
 def list_offered(body: Any) -> list[str]:  # noqa: ANN401  # a request of any API
     choice = body.get("tool_choice", {})
     mode = body.get("toolConfig", {}).get("functionCallingConfig", {}).get("mode")
-    if choice == "none" or mode == "NONE" or (isinstance(choice, dict) and choice.get("type") == "none"):
+    if (
+        choice == "none"
+        or mode == "NONE"
+        or (isinstance(choice, dict) and choice.get("type") == "none")
+    ):
         return []
     listed = body.get("tools") or body.get("toolConfig", {}).get("tools") or []
     return [str(name) for tool in listed for name in _list_names(tool)]
 
 
 def _list_names(tool: dict[str, Any]) -> list[str]:
-    named = tool.get("functionDeclarations") or [tool.get("function") or tool.get("toolSpec") or tool]
+    named = tool.get("functionDeclarations") or [
+        tool.get("function") or tool.get("toolSpec") or tool
+    ]
     return [one["name"] for one in named]
 
 
-@pytest.mark.parametrize("name", deepen(RUNS, "langchain", SILENT, "anthropic", "gemini", "bedrock"))
+@pytest.mark.parametrize(
+    "name", deepen(RUNS, "langchain", SILENT, "anthropic", "gemini", "bedrock")
+)
 def test_endless_run_ends_at_its_step_limit(gate: Gate, name: str, user: dict[str, str]) -> None:
-    sent, refused = gate.sent(), gate.stack.total("session_limits_total", policy="steps", action="reject")
+    sent, refused = (
+        gate.sent(),
+        gate.stack.total("session_limits_total", policy="steps", action="reject"),
+    )
 
     with pytest.raises(Exception, match=f"this session has used {STEPS} of its {STEPS} steps"):
         run(gate, name, "steps", user[USER], FOREVER)
@@ -119,7 +141,9 @@ def test_endless_run_ends_at_its_step_limit(gate: Gate, name: str, user: dict[st
     assert gate.model.asked[user[USER]] == STEPS
     assert gate.sent() - sent == STEPS + 1
     assert gate.stack.total("session_limits_total", policy="steps", action="reject") == refused + 1
-    assert all(replica.metric("requests_total", policy="steps") > 0 for replica in gate.stack.replicas)
+    assert all(
+        replica.metric("requests_total", policy="steps") > 0 for replica in gate.stack.replicas
+    )
 
 
 @pytest.mark.parametrize("name", deepen(SHOWING, "langchain", "anthropic", "gemini"))
@@ -136,9 +160,11 @@ def test_unnamed_runs_have_separate_steps(gate: Gate, name: str, user: dict[str,
     [
         ("langchain", "calls", 2, "this session has used 2 of its 2 tool calls"),
         ("anthropic", "loop", 3, "the tool check was called 3 times with the same arguments"),
-        # A request without tools has none to lose: the run is refused if the model calls one anyway.
+        # A request without tools has none to lose: the run is refused if the model calls one
+        # anyway.
         *((name, "finish", 3, "this session has used 3 of its 2 tool calls") for name in THREADS),
-        # Bedrock wants the tools of a history declared, and has no way to say that none may be called.
+        # Bedrock wants the tools of a history declared, and has no way to say that none may be
+        # called.
         ("bedrock", "finish", 2, "this session has used 2 of its 2 tool calls"),
     ],
 )
@@ -151,8 +177,12 @@ def test_run_ends_at_its_limit_of_calls(
     assert gate.model.asked[user[USER]] == asked
 
 
-@pytest.mark.parametrize("name", deepen([name for name in DECLARING if name != "bedrock"], *ONE_OF_EACH_API))
-def test_finish_lets_the_framework_end_normally(gate: Gate, name: str, user: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "name", deepen([name for name in DECLARING if name != "bedrock"], *ONE_OF_EACH_API)
+)
+def test_finish_lets_the_framework_end_normally(
+    gate: Gate, name: str, user: dict[str, str]
+) -> None:
     said = run(gate, name, "finish", user[USER], while_offered(gate, user[USER]))
 
     assert said == DONE
@@ -197,7 +227,11 @@ def test_concurrent_runs_of_two_callers_are_separate(gate: Gate, name: str) -> N
         results: list[str] = []
 
         def check() -> str:
-            results.append(f"{len(results)} of run {number}" if number else "no such build: the name is not known here")
+            results.append(
+                f"{len(results)} of run {number}"
+                if number
+                else "no such build: the name is not known here"
+            )
             return results[-1]
 
         with pytest.raises(Exception, match=r".") as ended:
@@ -215,4 +249,6 @@ def test_concurrent_runs_of_two_callers_are_separate(gate: Gate, name: str) -> N
         assert made == (9 if number else 7), said
     asked = sum(9 if number else 7 for number in numbers)
     assert [gate.model.asked[key] for key in keys] == [asked] * len(keys)
-    assert all(replica.metric("requests_total", policy="agents") > 0 for replica in gate.stack.replicas)
+    assert all(
+        replica.metric("requests_total", policy="agents") > 0 for replica in gate.stack.replicas
+    )

@@ -38,7 +38,9 @@ def threads_agent(job: Job) -> Iterator[object]:
     named = {**job.headers, "x-session-id": f"session-of-{job.user}"}
     client = anthropic.Anthropic(api_key="none", base_url=job.url, default_headers=named)
     messages: Any = [{"role": "user", "content": job.tasks[0]}]
-    yield from client.beta.messages.tool_runner(model=NAME, max_tokens=99, messages=messages, tools=[run])
+    yield from client.beta.messages.tool_runner(
+        model=NAME, max_tokens=99, messages=messages, tools=[run]
+    )
 
 
 # Their history is on the server: a request shows only the newest results.
@@ -61,16 +63,27 @@ class Loop(NamedTuple):
 TURNS = "3 of the last 3 turns were check with the same input and the same result"
 CALLS = "3 of the last 3 tool calls were check with the same arguments and the same result"
 LOOPS: dict[str, Loop] = {
-    **{f"turns, {name}": Loop(agent, "/turns", again(action), 3, TURNS) for name, (agent, action) in AGENTS.items()},
     **{
-        name: Loop(agent, "/kept", again([CHECK]), 3, "3 of the last 3 turns returned the same result")
+        f"turns, {name}": Loop(agent, "/turns", again(action), 3, TURNS)
+        for name, (agent, action) in AGENTS.items()
+    },
+    **{
+        name: Loop(
+            agent, "/kept", again([CHECK]), 3, "3 of the last 3 turns returned the same result"
+        )
         for name, agent in KEPT.items()
     },
     "allowed calls between": Loop(chat_agent, "/calls", again([CHECK], [WAIT]), 5, CALLS),
     "threshold of the tool": Loop(
-        chat_agent, "/calls", again([Call("search", {"query": "x"})]), 2, "was refused. The index is built once a day."
+        chat_agent,
+        "/calls",
+        again([Call("search", {"query": "x"})]),
+        2,
+        "was refused. The index is built once a day.",
     ),
-    "cycle within the window": Loop(chat_agent, "/calls", again(*CYCLE), 8, "3 of the last 8 tool calls were second"),
+    "cycle within the window": Loop(
+        chat_agent, "/calls", again(*CYCLE), 8, "3 of the last 8 tool calls were second"
+    ),
     "cycle beyond the window": Loop(
         chat_agent,
         "/narrow",
@@ -82,7 +95,9 @@ LOOPS: dict[str, Loop] = {
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_looping_agent_is_refused_at_the_threshold(gate: Gate, case: str, user: dict[str, str]) -> None:
+def test_looping_agent_is_refused_at_the_threshold(
+    gate: Gate, case: str, user: dict[str, str]
+) -> None:
     agent, path, script, turns, said = LOOPS[case]
     sent = gate.sent()
 
@@ -110,22 +125,41 @@ PROGRESS: dict[str, Progress] = {
         f"polling, {name}": Progress(agent, "/turns", [*[action] * 8, DONE], moving=["check"])
         for name, (agent, action) in AGENTS.items()
     },
-    **{name: Progress(agent, "/kept", [*[[CHECK]] * 8, DONE], moving=["check"]) for name, agent in KEPT.items()},
+    **{
+        name: Progress(agent, "/kept", [*[[CHECK]] * 8, DONE], moving=["check"])
+        for name, agent in KEPT.items()
+    },
     "edits and checks": Progress(chat_agent, "/turns", [*EDITS, DONE]),
-    "other arguments": Progress(chat_agent, "/calls", [*([Call("check", {"page": n})] for n in range(8)), DONE]),
+    "other arguments": Progress(
+        chat_agent, "/calls", [*([Call("check", {"page": n})] for n in range(8)), DONE]
+    ),
     "other results": Progress(chat_agent, "/calls", [*[[CHECK]] * 8, DONE], moving=["check"]),
-    "a new user message": Progress(chat_agent, "/calls", [[CHECK], [CHECK], DONE] * 4, ["Is it done?", *["And now?"] * 3]),
+    "a new user message": Progress(
+        chat_agent, "/calls", [[CHECK], [CHECK], DONE] * 4, ["Is it done?", *["And now?"] * 3]
+    ),
     "an allowed tool": Progress(chat_agent, "/calls", [*[[WAIT]] * 8, DONE]),
-    "a cycle with one other result": Progress(chat_agent, "/narrow", [*(CYCLE * 4), DONE], moving=["second"]),
+    "a cycle with one other result": Progress(
+        chat_agent, "/narrow", [*(CYCLE * 4), DONE], moving=["second"]
+    ),
 }
 
 
 @pytest.mark.parametrize("case", PROGRESS)
-def test_agent_that_makes_progress_is_never_refused(gate: Gate, case: str, user: dict[str, str]) -> None:
+def test_agent_that_makes_progress_is_never_refused(
+    gate: Gate, case: str, user: dict[str, str]
+) -> None:
     agent, path, answers, tasks, moving = PROGRESS[case]
     before = gate.stack.total("loops_detected_total")
 
-    played = play(gate, agent, user[USER], told(*answers), path=path, tasks=tasks, tools={name: fresh() for name in moving})
+    played = play(
+        gate,
+        agent,
+        user[USER],
+        told(*answers),
+        path=path,
+        tasks=tasks,
+        tools={name: fresh() for name in moving},
+    )
 
     assert played.refusal is None
     assert len(played.turns) == gate.model.asked[user[USER]] == len(answers)

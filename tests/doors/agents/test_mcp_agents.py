@@ -24,7 +24,10 @@ POLICIES = bundle(
         {"pathPrefix": "/"},
         similarity="mcp",
         limit_keys=["header:x-user-id"],
-        tools={"wait*": {"allow": True}, "build": {"threshold": 2, "reason": "A build takes an hour."}},
+        tools={
+            "wait*": {"allow": True},
+            "build": {"threshold": 2, "reason": "A build takes an hour."},
+        },
     )
 )
 THRESHOLD = 3
@@ -62,7 +65,9 @@ def make_app(kind: str) -> Any:  # noqa: ANN401  # an ASGI application
 @contextmanager
 def run_server(kind: str) -> Iterator[str]:
     port = free_port()
-    config = uvicorn.Config(make_app(kind), port=port, log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        make_app(kind), port=port, log_level="error", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -79,7 +84,12 @@ def gates() -> Iterator[dict[str, Stack]]:
     with ExitStack() as opened:
         yield {
             kind: opened.enter_context(
-                stack(POLICIES, "--transport", transport, upstream=opened.enter_context(run_server(kind)))
+                stack(
+                    POLICIES,
+                    "--transport",
+                    transport,
+                    upstream=opened.enter_context(run_server(kind)),
+                )
             )
             for kind, transport in (("mcp", "fast"), ("fastmcp", "grpcio"))
         }
@@ -100,7 +110,9 @@ class Session(NamedTuple):
 
 
 @asynccontextmanager
-async def connect_mcp(url: str, headers: Mapping[str, str], mode: str = "auto") -> AsyncIterator[Session]:
+async def connect_mcp(
+    url: str, headers: Mapping[str, str], mode: str = "auto"
+) -> AsyncIterator[Session]:
     """The official SDK, with or without a handshake."""
     import httpx2
     import mcp
@@ -108,7 +120,8 @@ async def connect_mcp(url: str, headers: Mapping[str, str], mode: str = "auto") 
 
     async def call(tool: str, arguments: dict[str, Any]) -> Result:
         result = await client.call_tool(tool, arguments)
-        return Result(bool(result.is_error), result.content[0].text)  # type: ignore[union-attr]  # all of it is text
+        # All of it is text
+        return Result(bool(result.is_error), result.content[0].text)  # type: ignore[union-attr]
 
     async def list_tools() -> list[str]:
         return [tool.name for tool in (await client.list_tools()).tools]
@@ -143,13 +156,19 @@ CLIENTS: dict[str, Callable[[str, Mapping[str, str]], AbstractAsyncContextManage
 }
 
 
-@pytest.fixture(params=[("mcp", "mcp-handshake"), ("fastmcp", "mcp"), ("fastmcp", "fastmcp")], ids="-".join)
-def use(request: pytest.FixtureRequest, gates: dict[str, Stack], user: dict[str, str]) -> Callable[..., list[Result]]:
+@pytest.fixture(
+    params=[("mcp", "mcp-handshake"), ("fastmcp", "mcp"), ("fastmcp", "fastmcp")], ids="-".join
+)
+def use(
+    request: pytest.FixtureRequest, gates: dict[str, Stack], user: dict[str, str]
+) -> Callable[..., list[Result]]:
     """Calls tools in one session, and lists the tools before and after."""
     server, client = request.param
 
     async def work(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Result]:
-        async with CLIENTS[client](f"http://127.0.0.1:{gates[server].envoy.port}/mcp", user) as session:
+        async with CLIENTS[client](
+            f"http://127.0.0.1:{gates[server].envoy.port}/mcp", user
+        ) as session:
             listed = await session.list_tools()
             results = [await session.call(*call) for call in calls]
             assert await session.list_tools() == listed == ["search", "build", "wait_for_build"]
@@ -158,24 +177,37 @@ def use(request: pytest.FixtureRequest, gates: dict[str, Stack], user: dict[str,
     return lambda *calls: asyncio.run(work(calls))
 
 
-def test_refusal_is_a_tool_result_within_the_session(use: Callable[..., list[Result]], user: dict[str, str]) -> None:
+def test_refusal_is_a_tool_result_within_the_session(
+    use: Callable[..., list[Result]], user: dict[str, str]
+) -> None:
     query = f"looping {user['x-user-id']}"
 
-    *results, after = use(*[("search", {"query": query})] * (THRESHOLD + 1), ("search", {"query": query, "limit": 5}))
+    *results, after = use(
+        *[("search", {"query": query})] * (THRESHOLD + 1), ("search", {"query": query, "limit": 5})
+    )
 
     assert [result.failed for result in results] == [False] * (THRESHOLD - 1) + [True, True]
-    assert results[-2].text.startswith("Loop detected: search has been called 3 times with the same arguments within ")
+    assert results[-2].text.startswith(
+        "Loop detected: search has been called 3 times with the same arguments within "
+    )
     assert after == Result(failed=False, text=f"5 results for {query}")
     assert served[query] == THRESHOLD
 
 
-def test_other_calls_and_requests_are_never_refused(gates: dict[str, Stack], use: Callable[..., list[Result]]) -> None:
+def test_other_calls_and_requests_are_never_refused(
+    gates: dict[str, Stack], use: Callable[..., list[Result]]
+) -> None:
     def count_uncounted() -> float:
-        return sum(each.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call") for each in gates.values())
+        return sum(
+            each.loopguard.metric("uncounted_total", policy="tools", reason="not_a_call")
+            for each in gates.values()
+        )
 
     before = count_uncounted()
     for number in range(THRESHOLD + 1):
-        assert use(("search", {"query": f"page {number}"})) == [Result(failed=False, text=f"10 results for page {number}")]
+        assert use(("search", {"query": f"page {number}"})) == [
+            Result(failed=False, text=f"10 results for page {number}")
+        ]
 
     assert count_uncounted() >= before + 2 * (THRESHOLD + 1)
 
@@ -187,36 +219,67 @@ def test_new_session_does_not_reset_the_count(use: Callable[..., list[Result]]) 
 
 
 def test_tools_have_their_own_limits(use: Callable[..., list[Result]]) -> None:
-    *waits, built, refused = use(*[("wait_for_build", {"seconds": 5})] * 2 * THRESHOLD, *[("build", {"target": "all"})] * 2)
+    *waits, built, refused = use(
+        *[("wait_for_build", {"seconds": 5})] * 2 * THRESHOLD, *[("build", {"target": "all"})] * 2
+    )
 
-    assert [result.failed for result in (*waits, built, refused)] == [False] * (2 * THRESHOLD + 1) + [True]
+    assert [result.failed for result in (*waits, built, refused)] == [False] * (
+        2 * THRESHOLD + 1
+    ) + [True]
     assert "has been called 2 times" in refused.text
     assert "and was refused. A build takes an hour. Repeating it" in refused.text
 
 
 @pytest.mark.parametrize("method", ["message/send", "SendMessage"])
-def test_message_to_another_agent_is_refused_with_an_error(gates: dict[str, Stack], user: dict[str, str], method: str) -> None:
+def test_message_to_another_agent_is_refused_with_an_error(
+    gates: dict[str, Stack], user: dict[str, str], method: str
+) -> None:
     for number in range(THRESHOLD):
         parts = [{"kind": "text", "text": "Are you done?", "metadata": {"at": number}}]
-        message = {"messageId": f"m-{number}", "contextId": f"c-{number}", "role": "user", "parts": parts}
-        request = {"jsonrpc": "2.0", "id": f"id-{number}", "method": method, "params": {"message": message}}
-        answer = gates["mcp"].post("/a2a", request, {"content-type": "application/json", "accept": "application/json", **user})
+        message = {
+            "messageId": f"m-{number}",
+            "contextId": f"c-{number}",
+            "role": "user",
+            "parts": parts,
+        }
+        request = {
+            "jsonrpc": "2.0",
+            "id": f"id-{number}",
+            "method": method,
+            "params": {"message": message},
+        }
+        answer = gates["mcp"].post(
+            "/a2a",
+            request,
+            {"content-type": "application/json", "accept": "application/json", **user},
+        )
 
     assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
     said = answer.json()["error"]["message"]
-    assert answer.json() == {"jsonrpc": "2.0", "id": "id-2", "error": {"code": -32000, "message": said}}
+    assert answer.json() == {
+        "jsonrpc": "2.0",
+        "id": "id-2",
+        "error": {"code": -32000, "message": said},
+    }
     assert said.startswith("Loop detected: this same message has been sent 3 times within ")
 
 
-def test_client_of_event_streams_gets_an_event(gates: dict[str, Stack], user: dict[str, str]) -> None:
+def test_client_of_event_streams_gets_an_event(
+    gates: dict[str, Stack], user: dict[str, str]
+) -> None:
     request = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "search"}}
     for _ in range(THRESHOLD):
         answer = gates["mcp"].post(
-            "/events", request, {"content-type": "application/json", "accept": "text/event-stream", **user}
+            "/events",
+            request,
+            {"content-type": "application/json", "accept": "text/event-stream", **user},
         )
 
     assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
     event, data, *end = answer.body.decode().split("\n")
     assert (event, end) == ("event: message", ["", ""])
     assert json.loads(data.removeprefix("data: "))["result"]["isError"] is True
-    assert gates["mcp"].envoy.logged("/events", status=200, details="loop_detected")["loop_policy"] == "tools"
+    assert (
+        gates["mcp"].envoy.logged("/events", status=200, details="loop_detected")["loop_policy"]
+        == "tools"
+    )

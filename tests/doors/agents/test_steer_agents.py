@@ -27,7 +27,9 @@ STEERING = policy(
     escalate={"land": 5, "reject": 7},
     reject_status="auto",  # after 429 Vercel's SDK asks twice more
 )
-STEERING["spec"]["session"] = {"keys": [f"header:{USER}"]}  # Anthropic's tool runner leaves its history with the server
+STEERING["spec"]["session"] = {
+    "keys": [f"header:{USER}"]
+}  # Anthropic's tool runner leaves its history with the server
 POLICIES = bundle(STEERING)
 
 
@@ -51,8 +53,13 @@ def streaming_agent(job: Job) -> Iterator[Turn]:
 
 
 def run_sdk(agent: Callable[[Job], Iterator[Turn]], errand: Errand) -> str:
-    tools = {"check": lambda **_: errand.check(), "ask_colleague": lambda **_: errand.ask_colleague()}
-    *_, last = islice(agent(Job(errand.url, errand.user, ["Tell me when it is done."], tools)), MOST_TURNS)
+    tools = {
+        "check": lambda **_: errand.check(),
+        "ask_colleague": lambda **_: errand.ask_colleague(),
+    }
+    *_, last = islice(
+        agent(Job(errand.url, errand.user, ["Tell me when it is done."], tools)), MOST_TURNS
+    )
     return last.text
 
 
@@ -70,8 +77,13 @@ def make_errand(gate: Gate, user: str) -> Errand:
 @pytest.mark.parametrize(
     ("name", "end", "asked"),
     [
-        *deepen([(name, "told", 5) for name in RUNS], *((name, "told", 5) for name in (*SDKS, *SHALLOW))),
-        *deepen([(name, "landed", 6) for name in RUNS], *((name, "landed", 6) for name in (*SDKS, *SHALLOW))),
+        *deepen(
+            [(name, "told", 5) for name in RUNS], *((name, "told", 5) for name in (*SDKS, *SHALLOW))
+        ),
+        *deepen(
+            [(name, "landed", 6) for name in RUNS],
+            *((name, "landed", 6) for name in (*SDKS, *SHALLOW)),
+        ),
         *((name, "refused", 7) for name in ("chat", "anthropic", "node, vercel")),
     ],
 )

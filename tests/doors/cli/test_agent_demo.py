@@ -33,20 +33,42 @@ def test_every_scene_ends_as_expected(capsys: pytest.CaptureFixture[str]) -> Non
     output = capsys.readouterr().out
     assert code == 0, output
     for line in (
-        "1. An agent that repeats a failing call: the model reads the note, and finishes (openai SDK, chat completions)",
+        (
+            "1. An agent that repeats a failing call: the model reads the note, and finishes "
+            "(openai "
+            "SDK, chat completions)"
+        ),
         "     3  deploy(build=4711)                    error: build 4711 is not signed",
         "     4  REFUSED                               openai.RateLimitError, status 429",
         "     4  REFUSED                               anthropic.RateLimitError, status 429",
-        "        Loop detected: 3 of the last 3 turns were search_docs with the same input and the same result,",
-        "        Loop detected: 3 of the last 3 turns returned the same result, so this request was refused.",
+        (
+            "        Loop detected: 3 of the last 3 turns were search_docs with the same input and "
+            "the same result,"
+        ),
+        (
+            "        Loop detected: 3 of the last 3 turns returned the same result, so this "
+            "request "
+            "was refused."
+        ),
         "        user: Then fix the tests.",
         "    16  (answers)                             I tried three things; the same tests fail.",
         "  as expected: not refused after 16 turns; 16 requests sent, 16 reached the model",
-        "        Loop detected: the last 10 turns were 2 rounds of the same 5 steps (list_tickets, open_ticket,",
+        (
+            "        Loop detected: the last 10 turns were 2 rounds of the same 5 steps "
+            "(list_tickets, open_ticket,"
+        ),
         "  ok   cycle       refused after 10 turns; 11 requests sent, 10 reached the model",
-        "        [~loopguard~ Note from the gateway, not from the tool: Loop detected: 3 of the last 3 turns were",
+        (
+            "        [~loopguard~ Note from the gateway, not from the tool: Loop detected: 3 of "
+            "the "
+            "last 3 turns were"
+        ),
         "     4  ask_operator()                        restored from the backup",
-        "        read_file with the same input and the same result. The error was \u201cerror: no such file\u201d each",
+        (
+            "        read_file with the same input and the same result. The error was "
+            "\u201cerror: no "
+            "such file\u201d each"
+        ),
         "        result you have so far. At the next repetition, tool calls are forbidden.",
         "  ok   steered     not refused after 5 turns; 5 requests sent, 5 reached the model",
         "  ok   landed      not refused after 6 turns; 6 requests sent, 6 reached the model",
@@ -63,13 +85,25 @@ def shadow(tmp_path: Path) -> str:
     path = tmp_path / "policy.json"
     keys = ["header:x-user-id"]
     path.write_text(
-        json.dumps(bundle(policy("p", {"pathPrefix": "/v1"}, mode="shadow", similarity="tool_calls", limit_keys=keys)))
+        json.dumps(
+            bundle(
+                policy(
+                    "p",
+                    {"pathPrefix": "/v1"},
+                    mode="shadow",
+                    similarity="tool_calls",
+                    limit_keys=keys,
+                )
+            )
+        )
     )
     return str(path)
 
 
 @pytest.mark.deep
-def test_agent_that_is_not_refused_fails_in_red(shadow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_is_not_refused_fails_in_red(
+    shadow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -79,7 +113,10 @@ def test_agent_that_is_not_refused_fails_in_red(shadow: str, monkeypatch: pytest
 
     output = terminal.getvalue()
     assert code == 1
-    assert "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached the model" in output
+    assert (
+        "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached the model"
+        in output
+    )
     assert "expected:        refused after 3 turns; 4 requests sent, 3 reached the model" in output
     assert "0 of 1 scenes ended as expected." in output
     assert list_left(output) == []

@@ -21,7 +21,13 @@ from tests.support.processes import alive
 
 ENVOY_FOLDER = ROOT / "envoy"
 SAMPLE = ENVOY_FOLDER / "policy.json"
-PORT_FLAGS = ("--port", "--envoy-admin-port", "--loopguard-port", "--loopguard-admin-port", "--upstream-port")
+PORT_FLAGS = (
+    "--port",
+    "--envoy-admin-port",
+    "--loopguard-port",
+    "--loopguard-admin-port",
+    "--upstream-port",
+)
 
 
 class Demo(Process):
@@ -30,14 +36,18 @@ class Demo(Process):
     def __init__(self, policy: Path, log: Path) -> None:
         """Wait until it is up, and read its ports and processes from the screen."""
         flags = [item for flag in PORT_FLAGS for item in (flag, "0")]
-        super().__init__([sys.executable, str(ENVOY_FOLDER / "demo.py"), "--policy", str(policy), *flags], log)
+        super().__init__(
+            [sys.executable, str(ENVOY_FOLDER / "demo.py"), "--policy", str(policy), *flags], log
+        )
         try:
             self.wait_for("Ctrl-C stops everything")
         except BaseException:
             self.stop()
             raise
         screen = self.output()
-        self.ports = [int(port) for port in dict.fromkeys(re.findall(r"127\.0\.0\.1:(\d+)", screen))]
+        self.ports = [
+            int(port) for port in dict.fromkeys(re.findall(r"127\.0\.0\.1:(\d+)", screen))
+        ]
         self.envoy = int(self.wait_for(r"Envoy +http://127\.0\.0\.1:(\d+)")[1])
         self.admin = int(self.wait_for(r"Loopguard .*admin http://127\.0\.0\.1:(\d+)")[1])
         self.children = [int(pid) for pid in re.findall(r"pid (\d+)", screen)]
@@ -52,13 +62,17 @@ class Demo(Process):
 
     def left(self) -> list[str]:
         """Children that still run, and ports that still answer."""
-        return [f"pid {pid}" for pid in self.children if alive(pid)] + [f"port {port}" for port in self.ports if listens(port)]
+        return [f"pid {pid}" for pid in self.children if alive(pid)] + [
+            f"port {port}" for port in self.ports if listens(port)
+        ]
 
 
 def request(port: int, method: str, path: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
-        connection.request(method, path, b'{"again": true}' if method == "POST" else None, {"x-user-id": "ann"})
+        connection.request(
+            method, path, b'{"again": true}' if method == "POST" else None, {"x-user-id": "ann"}
+        )
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     finally:
@@ -79,7 +93,10 @@ def test_demo_refuses_a_loop_until_ctrl_c(tmp_path: Path) -> None:
     demo = Demo(policy, tmp_path / "demo.log")
     try:
         statuses = [demo.post("/v1/chat/completions") for _ in range(6)]
-        warned = [json.loads(request(demo.envoy, "GET", "/search?q=again")[1])["headers"] for _ in range(3)]
+        warned = [
+            json.loads(request(demo.envoy, "GET", "/search?q=again")[1])["headers"]
+            for _ in range(3)
+        ]
         metrics = demo.metrics()
         document = json.loads(policy.read_text())
         document["policies"][0]["spec"]["loop_detection"]["reject_status"] = 403
@@ -94,7 +111,9 @@ def test_demo_refuses_a_loop_until_ctrl_c(tmp_path: Path) -> None:
 
     assert (statuses, code) == ([200, 200, 200, 200, 429, 429], 0)
     assert [headers.get("x-fairvisor-warning") for headers in warned] == [None, None, "loop_warn"]
-    assert 'loops_detected_total{action="reject",mode="enforce",policy="chat-reject"} 2.0' in metrics
+    assert (
+        'loops_detected_total{action="reject",mode="enforce",policy="chat-reject"} 2.0' in metrics
+    )
     assert 'mode="shadow",policy="chat-reject-sooner"' in metrics
     assert 'policy_reloads_total{result="ok"} 1.0' in reloaded
     assert f"with a path that {policy} guards" in demo.output()
@@ -120,25 +139,45 @@ def test_death_of_a_child_ends_the_demo(child: int, name: str, tmp_path: Path) -
 
 
 def test_ports_in_use_are_named_with_their_flags(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
         flags = dict.fromkeys(PORT_FLAGS, "0")
-        flags["--port"], flags["--upstream-port"] = (str(taken.getsockname()[1]) for taken in (first, second))
-        command = [sys.executable, str(ENVOY_FOLDER / "demo.py"), *(item for pair in flags.items() for item in pair)]
+        flags["--port"], flags["--upstream-port"] = (
+            str(taken.getsockname()[1]) for taken in (first, second)
+        )
+        command = [
+            sys.executable,
+            str(ENVOY_FOLDER / "demo.py"),
+            *(item for pair in flags.items() for item in pair),
+        ]
         demo = Process(command, tmp_path / "demo.log")
 
         code = demo.wait()
 
     assert code == 1
     for flag in ("--port", "--upstream-port"):
-        assert re.search(rf"port {flags[flag]}, for .* in use; choose another with {flag} PORT", demo.output())
+        assert re.search(
+            rf"port {flags[flag]}, for .* in use; choose another with {flag} PORT", demo.output()
+        )
     assert "make run ARGS='--port 0 --upstream-port 0'" in demo.output()
 
 
 @pytest.mark.parametrize(
-    ("target", "flags", "script"), [("run", "--port 0", "demo.py"), ("demo-agent", "--scene chat", "agent_demo.py")]
+    ("target", "flags", "script"),
+    [("run", "--port 0", "demo.py"), ("demo-agent", "--scene chat", "agent_demo.py")],
 )
 def test_make_passes_flags(target: str, flags: str, script: str) -> None:
-    command = ["make", "--no-print-directory", "-n", "-W", "pyproject.toml", target, f"ARGS={flags}"]
+    command = [
+        "make",
+        "--no-print-directory",
+        "-n",
+        "-W",
+        "pyproject.toml",
+        target,
+        f"ARGS={flags}",
+    ]
 
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -154,10 +193,15 @@ def test_make_passes_flags(target: str, flags: str, script: str) -> None:
         ("agent_demo.py", [], "demo-agent: Loopguard ended"),
     ],
 )
-def test_errors_of_a_policy_are_shown(script: str, flags: list[str], told: str, tmp_path: Path) -> None:
+def test_errors_of_a_policy_are_shown(
+    script: str, flags: list[str], told: str, tmp_path: Path
+) -> None:
     policy = tmp_path / "policy.json"
     policy.write_text('{"bundle_version": 1, "policies": [{"id": "p"}]}')
-    demo = Process([sys.executable, str(ENVOY_FOLDER / script), "--policy", str(policy), *flags], tmp_path / "demo.log")
+    demo = Process(
+        [sys.executable, str(ENVOY_FOLDER / script), "--policy", str(policy), *flags],
+        tmp_path / "demo.log",
+    )
 
     code = demo.wait()
 

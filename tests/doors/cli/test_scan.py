@@ -29,7 +29,10 @@ def test_number_of_processes_does_not_change_the_report(tmp_path: Path) -> None:
         size += write_lines(tmp_path / f"p{number % 3}" / f"{number}.jsonl", lines).stat().st_size
 
     command = [str(LOOPGUARD), "scan", "--json", str(tmp_path), "--jobs"]
-    alone, shared = [subprocess.run([*command, jobs], capture_output=True, text=True, check=False) for jobs in "12"]
+    alone, shared = [
+        subprocess.run([*command, jobs], capture_output=True, text=True, check=False)
+        for jobs in "12"
+    ]
 
     assert (alone.returncode, shared.returncode, shared.stderr) == (0, 0, "")
     report: dict[str, Any] = json.loads(shared.stdout)

@@ -26,11 +26,17 @@ def test_validate_and_serve_fail_alike(capsys: pytest.CaptureFixture[str], tmp_p
 
     line = f"{file}: {NOT_ENFORCED}; remove it, or start with --allow-unenforced"
     for flags in ([], ["--strict"]):
-        run, fine = Run(capsys, "validate", *flags, file, warned), Run(capsys, "validate", *flags, warned)
+        run, fine = (
+            Run(capsys, "validate", *flags, file, warned),
+            Run(capsys, "validate", *flags, warned),
+        )
         assert (run.code, run.out, run.err.splitlines()) == (1, "", [line])
         assert (fine.code, fine.out) == (0, "good: 1 policy in 1 file\n")
 
-    assert served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0") == (1, [line])
+    assert served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0") == (
+        1,
+        [line],
+    )
 
 
 @pytest.fixture
@@ -67,17 +73,24 @@ def test_serve_refuses_invalid_policies_with_every_error(tmp_path: Path) -> None
     assert [line.partition(": ")[0] for line in lines] == [bad, bad]
 
 
-def test_serve_warns_about_unenforced_parts_and_unknown_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_warns_about_unenforced_parts_and_unknown_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_policies(tmp_path, bundle(WITH_RULES))
     monkeypatch.setenv("LOOPGUARD_SHADOWS", "1")
     server = Loopguard(tmp_path, "--allow-unenforced")
     server.stop()
 
     assert f"warning {tmp_path}/policies/policies.json: {NOT_ENFORCED}\n" in server.output()
-    assert "warning LOOPGUARD_SHADOWS is not a setting; did you mean LOOPGUARD_SHADOW?\n" in server.output()
+    assert (
+        "warning LOOPGUARD_SHADOWS is not a setting; did you mean LOOPGUARD_SHADOW?\n"
+        in server.output()
+    )
 
 
-def test_running_server_is_healthy_until_ctrl_c(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_running_server_is_healthy_until_ctrl_c(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     write_policies(tmp_path, GOOD)
     server = Loopguard(tmp_path)
     try:

@@ -26,7 +26,9 @@ def _chunks(data: bytes) -> Iterator[bytes]:
         yield data[start : start + 60_000]
 
 
-def _keep_alive(made: Stack, paths: Sequence[str], user: dict[str, str]) -> tuple[http.client.HTTPConnection, list[int]]:
+def _keep_alive(
+    made: Stack, paths: Sequence[str], user: dict[str, str]
+) -> tuple[http.client.HTTPConnection, list[int]]:
     """One connection that has asked for these paths, and the statuses."""
     connection = http.client.HTTPConnection("127.0.0.1", made.envoy.port, timeout=PATIENCE)
     statuses = []
@@ -41,14 +43,27 @@ def _keep_alive(made: Stack, paths: Sequence[str], user: dict[str, str]) -> tupl
 @on_sources
 @pytest.mark.parametrize(
     ("body", "chunked"),
-    [(None, False), (b"", False), (b'{"a": 1}', False), (b"x" * 5_000_000, False), (b"x" * 5_000_000, True)],
+    [
+        (None, False),
+        (b"", False),
+        (b'{"a": 1}', False),
+        (b"x" * 5_000_000, False),
+        (b"x" * 5_000_000, True),
+    ],
     ids=["none", "empty", "small", "5 MB", "5 MB in chunks"],
 )
-def test_third_identical_request_is_refused(shared: Stack, user: dict[str, str], body: bytes | None, chunked: bool) -> None:
+def test_third_identical_request_is_refused(
+    shared: Stack, user: dict[str, str], body: bytes | None, chunked: bool
+) -> None:
     before = len(shared.upstream.seen)
 
     statuses = [
-        shared.send("/reject/x?b=2&a=1", method="POST", headers=user, body=_chunks(body) if chunked and body else body).status
+        shared.send(
+            "/reject/x?b=2&a=1",
+            method="POST",
+            headers=user,
+            body=_chunks(body) if chunked and body else body,
+        ).status
         for _ in range(4)
     ]
 
@@ -57,7 +72,9 @@ def test_third_identical_request_is_refused(shared: Stack, user: dict[str, str],
 
 
 @on_sources
-def test_refusal_has_the_documented_status_headers_and_body(shared: Stack, user: dict[str, str]) -> None:
+def test_refusal_has_the_documented_status_headers_and_body(
+    shared: Stack, user: dict[str, str]
+) -> None:
     shared.repeat("/teapot", 2, headers=user)
 
     answer = shared.send("/teapot", headers=user)
@@ -77,7 +94,11 @@ def test_refusal_has_the_documented_status_headers_and_body(shared: Stack, user:
     assert "3 times within" in answer.json()["error"]["message"]
     entry = shared.envoy.logged("/teapot", status=418)
     assert entry["details"] == "loop_detected"
-    assert (entry["loop_action"], entry["loop_policy"], entry["loop_count"]) == ("reject", "teapot", 3)
+    assert (entry["loop_action"], entry["loop_policy"], entry["loop_count"]) == (
+        "reject",
+        "teapot",
+        3,
+    )
 
 
 @on_sources
@@ -86,7 +107,11 @@ def test_warning_reaches_upstream_and_client(shared: Stack, user: dict[str, str]
     seen = [item.header("x-fairvisor-warning") for item in shared.upstream.seen[-3:]]
 
     assert [answer.status for answer in answers] == [200, 200, 200]
-    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, None, "loop_warn"]
+    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [
+        None,
+        None,
+        "loop_warn",
+    ]
     assert seen == [None, None, "loop_warn"]
 
 
@@ -103,7 +128,9 @@ def test_forged_marks_of_clients_are_removed(shared: Stack, user: dict[str, str]
 
 
 def test_check_envoy_knows_all_marks() -> None:
-    written = [option.header.key for option in HeaderMutation.FromString(STEERED + NARROWED).set_headers]
+    written = [
+        option.header.key for option in HeaderMutation.FromString(STEERED + NARROWED).set_headers
+    ]
 
     assert set(MARKS) == {"x-fairvisor-warning", *written}
 
@@ -118,7 +145,9 @@ def test_throttled_request_is_held_and_then_served(shared: Stack, user: dict[str
     held = time.monotonic() - started
 
     assert statuses == [200] * 4
-    assert held > 0.3 + 0.4 + 0.4 + 0.4  # counts 3 and 4, then twice max_delay_ms: the least that the holds themselves take
+    assert (
+        held > 0.3 + 0.4 + 0.4 + 0.4
+    )  # counts 3 and 4, then twice max_delay_ms: the least that the holds themselves take
 
 
 def test_hold_may_outlast_envoys_message_timeout() -> None:
@@ -131,7 +160,10 @@ def test_hold_may_outlast_envoys_message_timeout() -> None:
         statuses = made.repeat("/", 30)  # the last is held for 3 s
 
         assert statuses == [200] * 30
-        assert made.envoy.stat("http.ingress.ext_proc.loopguard.override_message_timeout_received") == 1
+        assert (
+            made.envoy.stat("http.ingress.ext_proc.loopguard.override_message_timeout_received")
+            == 1
+        )
         assert made.envoy.stat("http.ingress.ext_proc.loopguard.message_timeouts") == 0
 
 
@@ -160,18 +192,24 @@ def test_holds_cost_no_threads_and_end_with_a_stop() -> None:
             held.append(made.connect())
             held[-1].sendall(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
             if number % 50 == 0:  # a larger burst could outlast Envoy's message_timeout
-                eventually(lambda: made.loopguard.metric("throttled_in_flight") == len(held), "holds")
+                eventually(
+                    lambda: made.loopguard.metric("throttled_in_flight") == len(held), "holds"
+                )
 
         assert len(list(tasks.iterdir())) < threads + 10  # a few serve the whole process
         made.loopguard.stop()
-        assert {connection.makefile("rb").readline() for connection in held} == {b"HTTP/1.1 200 OK\r\n"}
+        assert {connection.makefile("rb").readline() for connection in held} == {
+            b"HTTP/1.1 200 OK\r\n"
+        }
         for connection in held:
             connection.close()
 
 
 @on_sources
 def test_connection_stays_usable_after_a_refusal(shared: Stack, user: dict[str, str]) -> None:
-    connection, statuses = _keep_alive(shared, ["/reject", "/reject", "/reject", "/reject/other"], user)
+    connection, statuses = _keep_alive(
+        shared, ["/reject", "/reject", "/reject", "/reject/other"], user
+    )
     connection.close()
 
     assert statuses == [200, 200, 429, 200]

@@ -19,13 +19,27 @@ from extproc.cli.main import main
 from extproc.options import read_options
 from extproc.settings import Settings
 from tests.support.documents import bare_policy, bundle, policy
-from tests.support.envoy_config import SAMPLE, UPSTREAM, bootstrap, choose_late, find_places, loaded, theirs
+from tests.support.envoy_config import (
+    SAMPLE,
+    UPSTREAM,
+    bootstrap,
+    choose_late,
+    find_places,
+    loaded,
+    theirs,
+)
 from tests.support.harness import Stack, envoy_version, eventually, stack
 from tests.support.looping import looping
 from tests.support.streams import over_http2
 
 POLICIES = bundle(
-    policy("chat", {"pathPrefix": "/chat"}, action="warn", threshold_identical_requests=2, escalate={"reject": 3}),
+    policy(
+        "chat",
+        {"pathPrefix": "/chat"},
+        action="warn",
+        threshold_identical_requests=2,
+        escalate={"reject": 3},
+    ),
     policy("files", {"pathPrefix": "/files"}),
 )
 NAMED = ("--routes", "chat,files")
@@ -33,11 +47,13 @@ TOLERANT = ("--tolerant-routes", "files", "--buffer-limit", "100000")
 LARGE = 3_000_000
 
 needs_content_length = pytest.mark.skipif(
-    envoy_version() < (1, 38), reason="allow_content_length_header is not in this Envoy: tolerant routes are NOT tested"
+    envoy_version() < (1, 38),
+    reason="allow_content_length_header is not in this Envoy: tolerant routes are NOT tested",
 )
 
 tells_413 = pytest.mark.skipif(
-    envoy_version() < (1, 38), reason="this Envoy does not say that it has refused a body: NOT tested"
+    envoy_version() < (1, 38),
+    reason="this Envoy does not say that it has refused a body: NOT tested",
 )
 
 
@@ -60,7 +76,9 @@ def follow(snippet: str, configuration: dict[str, Any]) -> dict[str, Any]:
             continue
         above, of_routes, below = path.partition("routes[]")
         for place in find_places(configuration, above + of_routes):
-            if not of_routes or place["name"] in words.removeprefix("the routes named ").split(", "):
+            if not of_routes or place["name"] in words.removeprefix("the routes named ").split(
+                ", "
+            ):
                 (place[below.removeprefix(".")] if below else place).update(part)
     return configuration
 
@@ -70,7 +88,9 @@ def attach(*flags: str) -> Callable[[str], str]:
 
     def edit(text: str) -> str:
         printed = yaml.safe_load(text)
-        address = printed["static_resources"]["clusters"][0]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+        address = printed["static_resources"]["clusters"][0]["load_assignment"]["endpoints"][0][
+            "lb_endpoints"
+        ][0]["endpoint"]
         endpoint = f"unix:{address['address']['pipe']['path']}"
         return json.dumps(follow(print_snippet(*flags, "--endpoints", endpoint), theirs(printed)))
 
@@ -118,8 +138,13 @@ def test_refused_upload_is_counted_apart_from_an_aborted_one(transport: str) -> 
                 made.send("/chat", method="POST", body=body)
         with made.connect() as leaving:
             leaving.sendall(b"POST /chat HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nx")
-            eventually(lambda: made.loopguard.metric("streams_in_flight") == 1, "the upload's stream")
-        eventually(lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1, "the one who left")
+            eventually(
+                lambda: made.loopguard.metric("streams_in_flight") == 1, "the upload's stream"
+            )
+        eventually(
+            lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1,
+            "the one who left",
+        )
 
         assert made.loopguard.metric("uncounted_total", reason="too_large") == 2
         assert made.envoy.stat("http.ingress.ext_proc.loopguard.failure_mode_allowed") == 0
@@ -131,27 +156,48 @@ def test_snippet_serves_strict_and_tolerant_routes_on_one_listener() -> None:
         small = [send(made, path, 1_000, 4) for path in ("/chat", "/files")]
         large = [send(made, path, LARGE) for path in ("/files/large", "/chat")]
         received = made.upstream.seen[-1]
-        eventually(lambda: made.loopguard.metric("uncounted_total", policy="chat", reason="too_large") == 3, "three refusals")
+        eventually(
+            lambda: (
+                made.loopguard.metric("uncounted_total", policy="chat", reason="too_large") == 3
+            ),
+            "three refusals",
+        )
 
-        assert made.loopguard.metric("uncounted_total", policy="files", reason="body_truncated") == 3
+        assert (
+            made.loopguard.metric("uncounted_total", policy="files", reason="body_truncated") == 3
+        )
 
     assert small == [[200, 200, 429, 429]] * 2
     assert large[0] == [200] * 3
     assert set(large[1]) <= {0, 413}
-    assert (received.target, received.header("content-length"), len(received.body)) == ("/files/large", str(LARGE), LARGE)
+    assert (received.target, received.header("content-length"), len(received.body)) == (
+        "/files/large",
+        str(LARGE),
+        LARGE,
+    )
 
 
-@pytest.mark.parametrize(("edit", "acts"), [(attach(*NAMED), True), (str, False)], ids=["snippet", "observing bootstrap"])
+@pytest.mark.parametrize(
+    ("edit", "acts"), [(attach(*NAMED), True), (str, False)], ids=["snippet", "observing bootstrap"]
+)
 def test_route_chosen_late_by_a_filter_is_guarded(edit: Callable[[str], str], acts: bool) -> None:
     """A request that ends on another route opens no stream."""
 
     def count_streams() -> list[str]:
-        return re.findall(r"^http\.\w+\.ext_proc\.loopguard\.streams_started: (\d+)$", made.envoy.admin("/stats"), re.MULTILINE)
+        return re.findall(
+            r"^http\.\w+\.ext_proc\.loopguard\.streams_started: (\d+)$",
+            made.envoy.admin("/stats"),
+            re.MULTILINE,
+        )
 
     flags: dict[str, Any] = {} if acts else {"shadow_mode": "observability"}
     with stack(POLICIES, edit=lambda text: choose_late(edit(text)), **flags) as made:
-        late = send(made, "/late/files", LARGE if acts else 1_000)  # Envoy 1.38 may cut an observer off behind a large body
-        eventually(lambda: made.loopguard.metric("requests_total", policy="files") == 3, "three decisions")
+        late = send(
+            made, "/late/files", LARGE if acts else 1_000
+        )  # Envoy 1.38 may cut an observer off behind a large body
+        eventually(
+            lambda: made.loopguard.metric("requests_total", policy="files") == 3, "three decisions"
+        )
         asked = count_streams()
         found = send(made, "/rest", 20_000_000)
         received = made.upstream.seen[-1]
@@ -185,7 +231,9 @@ def test_only_guarded_uploads_have_the_snippets_time_limits() -> None:
 @needs_content_length
 def test_bootstrap_with_tolerant_routes_counts_trailers_and_steers() -> None:
     steer = policy("chat", {"pathPrefix": "/v1/"}, similarity="turns", action="steer")
-    with stack(bundle(steer, policy("files", {"pathPrefix": "/files"})), tolerant_routes=["/files"]) as made:
+    with stack(
+        bundle(steer, policy("files", {"pathPrefix": "/files"})), tolerant_routes=["/files"]
+    ) as made:
         answers = [over_http2(made, "/files", {}, trailers=True) for _ in range(3)]
         status = made.send("/v1/chat", method="POST", body=looping(3)).status
         received = made.upstream.seen[-1]
@@ -213,7 +261,9 @@ def test_snippet_parts_equal_those_of_a_bootstrap() -> None:
 
 
 LIMITS = {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}}
-COSTS = bundle(bare_policy("agents", "/v1/", limit_keys=["header:x-user-id"], session_limits=LIMITS))
+COSTS = bundle(
+    bare_policy("agents", "/v1/", limit_keys=["header:x-user-id"], session_limits=LIMITS)
+)
 
 
 GUARD = ("route_config", "virtual_hosts[]", "routes[]", "route")
@@ -225,7 +275,16 @@ GUARD = ("route_config", "virtual_hosts[]", "routes[]", "route")
         (
             POLICIES,
             ["--tolerant-routes", "/files"],
-            ["listeners[]", "typed_config", "json_format", "http_filters", *GUARD, "routes[]", "route", "clusters"],
+            [
+                "listeners[]",
+                "typed_config",
+                "json_format",
+                "http_filters",
+                *GUARD,
+                "routes[]",
+                "route",
+                "clusters",
+            ],
         ),
         (
             POLICIES,
@@ -235,12 +294,23 @@ GUARD = ("route_config", "virtual_hosts[]", "routes[]", "route")
         (
             COSTS,
             [],
-            ["listeners[]", "typed_config", "access_log", "json_format", "http_filters", "http_filters", *GUARD, "clusters"],
+            [
+                "listeners[]",
+                "typed_config",
+                "access_log",
+                "json_format",
+                "http_filters",
+                "http_filters",
+                *GUARD,
+                "clusters",
+            ],
         ),
     ],
     ids=["tolerant", "looking on", "what answers cost"],
 )
-def test_snippet_has_only_the_parts_its_policies_need(document: object, flags: list[str], expected: list[str]) -> None:
+def test_snippet_has_only_the_parts_its_policies_need(
+    document: object, flags: list[str], expected: list[str]
+) -> None:
     """Where no request waits, no limit is set."""
     parts = list(read_parts(print_snippet(*flags, document=document)))
 
@@ -264,10 +334,19 @@ def test_snippet_has_only_the_parts_its_policies_need(document: object, flags: l
         (["--snippet", "--listen", "127.0.0.1:1"], "--listen must be left out with --snippet"),
         (["--snippet", "--otlp", "127.0.0.1:4317"], "--otlp must be left out with --snippet"),
         (["--upstream", "h:80", "--otlp", "unix:/x"], "must be HOST:PORT, such as 127.0.0.1:4317"),
-        (["--upstream", "h:80", "--shadow-mode", "observability", "--trace-tags"], "--trace-tags must be left out where"),
+        (
+            ["--upstream", "h:80", "--shadow-mode", "observability", "--trace-tags"],
+            "--trace-tags must be left out where",
+        ),
         (["--snippet", "--upstream", "a:1"], "--upstream must be left out with --snippet"),
-        (["--snippet", "--routes", "a,,b"], "--routes must be names, separated by commas, not 'a,,b'"),
-        (["--snippet", "--routes", "a", "--tolerant-routes", "b"], "'b' is not a guarded route; the guarded routes are a"),
+        (
+            ["--snippet", "--routes", "a,,b"],
+            "--routes must be names, separated by commas, not 'a,,b'",
+        ),
+        (
+            ["--snippet", "--routes", "a", "--tolerant-routes", "b"],
+            "'b' is not a guarded route; the guarded routes are a",
+        ),
         (
             ["--upstream", "a:1", "--tolerant-routes", "/x"],
             "'/x' is not a guarded route; the guarded routes are /v1/chat/completions",
@@ -282,7 +361,9 @@ def test_snippet_has_only_the_parts_its_policies_need(document: object, flags: l
         ),
     ],
 )
-def test_contradictory_flags_are_refused_in_one_line(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictory_flags_are_refused_in_one_line(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main(["envoy-config", "--policy", str(SAMPLE), *flags])
 
     printed = capsys.readouterr()
@@ -291,21 +372,36 @@ def test_contradictory_flags_are_refused_in_one_line(flags: list[str], told: str
     assert printed.err.count("\n") == 1
 
 
-def test_policy_without_a_guarded_route_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    selectors: dict[str, Any] = {"a": {"routes": ["x", "y"]}, "b": {"routes": ["z"]}, "c": {"pathPrefix": "/"}}
+def test_policy_without_a_guarded_route_is_warned_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    selectors: dict[str, Any] = {
+        "a": {"routes": ["x", "y"]},
+        "b": {"routes": ["z"]},
+        "c": {"pathPrefix": "/"},
+    }
     file = tmp_path / "policies.json"
     file.write_text(json.dumps([policy(name, selector) for name, selector in selectors.items()]))
 
     code = main(["envoy-config", "--policy", str(file), "--snippet", "--routes", "y"])
 
     assert code == 0
-    assert capsys.readouterr().err == "warning: these policies select by routes that are not in --routes: b\n"
+    assert (
+        capsys.readouterr().err
+        == "warning: these policies select by routes that are not in --routes: b\n"
+    )
 
 
 def test_default_ports_differ() -> None:
     options = read_options(EnvoyOptions, {"upstream": UPSTREAM})
 
-    ports = [options.listen.port, options.admin.port, 8080, Settings().listen.port, Settings().admin.port]
+    ports = [
+        options.listen.port,
+        options.admin.port,
+        8080,
+        Settings().listen.port,
+        Settings().admin.port,
+    ]
 
     assert len(set(ports)) == len(ports)
     assert [endpoint.port for endpoint in options.endpoints] == [Settings().listen.port]

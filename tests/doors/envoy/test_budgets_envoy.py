@@ -19,17 +19,26 @@ from tests.support.servers import server
 from tests.support.stacks import open_before_model
 from tests.support.usage import CHAT_USAGE, DELTA, Model, Reply, stream, whole
 
-pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: budgets are NOT settled")
+pytestmark = pytest.mark.skipif(
+    envoy_version() < (1, 38), reason="this Envoy reads no answers: budgets are NOT settled"
+)
 
 CHAT = "/chat/completions"
 REJECT = [{"threshold_percent": 100, "action": "reject"}]
 
 
-def limited(identity: str, kind: str = "cost_based", more: dict[str, Any] | None = None, **config: object) -> dict[str, Any]:
+def limited(
+    identity: str, kind: str = "cost_based", more: dict[str, Any] | None = None, **config: object
+) -> dict[str, Any]:
     """A policy of one rule for requests below its name; costs are those of a week."""
     if kind == "cost_based":
         config = {"period": "7d", "staged_actions": REJECT, **config}
-    rule = {"name": f"{identity}-rule", "limit_keys": ["header:x-api-key"], "algorithm": kind, "algorithm_config": config}
+    rule = {
+        "name": f"{identity}-rule",
+        "limit_keys": ["header:x-api-key"],
+        "algorithm": kind,
+        "algorithm_config": config,
+    }
     return bare_policy(identity, f"/{identity}/", rules=[rule], **(more or {}))
 
 
@@ -41,7 +50,13 @@ BREAKER = {
     "auto_reset_after_minutes": 5,
 }
 USED = {"prompt_tokens": 1, "completion_tokens": 1_999, "total_tokens": 2_000}
-LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, "action": "reject", "similarity": "exact"}
+LOOP = {
+    "enabled": True,
+    "window_seconds": 60,
+    "threshold_identical_requests": 3,
+    "action": "reject",
+    "similarity": "exact",
+}
 STAGES = [
     {"threshold_percent": 80, "action": "warn"},
     {"threshold_percent": 95, "action": "throttle", "delay_ms": 20},
@@ -57,7 +72,13 @@ LLM: dict[str, Any] = {
 POLICIES = bundle(
     limited("minimal", "token_bucket", tokens_per_second=0.01, burst=3),
     limited("loop", "token_bucket", {"loop_detection": LOOP}, tokens_per_second=0.01, burst=20),
-    limited("shadow", "token_bucket", {"mode": "shadow", "loop_detection": LOOP}, tokens_per_second=0.01, burst=2),
+    limited(
+        "shadow",
+        "token_bucket",
+        {"mode": "shadow", "loop_detection": LOOP},
+        tokens_per_second=0.01,
+        burst=2,
+    ),
     limited("cost", budget=10, cost_key="fixed", fixed_cost=1, staged_actions=STAGES),
     limited("breaker", more={"circuit_breaker": BREAKER}, budget=10_000),
     limited("llm", "token_bucket_llm", **LLM),
@@ -66,7 +87,9 @@ POLICIES = bundle(
     limited("strict", more={"uncountable": "reject"}, budget=3, cost_key="fixed"),
     limited("plain", budget=10_000, cost_key="usage:tokens"),
     limited("asks", budget=10_000, cost_key="usage:tokens", usage="request"),
-    kill_switches=[{"scope_key": "header:x-tenant-id", "scope_value": "tenant-42", "reason": "incident_block"}],
+    kill_switches=[
+        {"scope_key": "header:x-tenant-id", "scope_value": "tenant-42", "reason": "incident_block"}
+    ],
 )
 
 
@@ -81,13 +104,18 @@ class Shop:
     def ask(self, path: str, key: str, reply: Reply | None = None, **body: object) -> Answer:
         """One request of a caller."""
         self.model.reply = reply or whole(usage={"prompt_tokens": 0, "completion_tokens": 0})
-        return self.made.post(path, {"messages": [{"role": "user", "content": "x" * 40}], **body}, {"x-api-key": key})
+        return self.made.post(
+            path, {"messages": [{"role": "user", "content": "x" * 40}], **body}, {"x-api-key": key}
+        )
 
     def settle(self, policy: str) -> int:
         """The tokens that the newest request has paid, once that is known."""
 
         def read() -> float:
-            return self.made.total("budget_used_total", policy=policy, mode="enforce") - self._used[policy]
+            return (
+                self.made.total("budget_used_total", policy=policy, mode="enforce")
+                - self._used[policy]
+            )
 
         paid = round(eventually(read, "a settlement"))
         self._used[policy] += paid
@@ -103,7 +131,9 @@ def shop() -> Iterator[Shop]:
 def crowd(made: Stack, path: str, key: str, times: int) -> list[int]:
     """The sorted statuses of requests, eight at a time."""
     with ThreadPoolExecutor(8) as pool:
-        return sorted(pool.map(lambda _: made.post(path, {}, {"x-api-key": key}).status, range(times)))
+        return sorted(
+            pool.map(lambda _: made.post(path, {}, {"x-api-key": key}).status, range(times))
+        )
 
 
 def test_replicas_share_a_bucket_and_its_headers_reach_clients(shop: Shop) -> None:
@@ -129,12 +159,18 @@ def test_concurrent_requests_spend_exactly_the_budget(shop: Shop) -> None:
 
 def test_tokens_are_settled_by_reported_usage(shop: Shop) -> None:
     """Cached tokens count, also beyond the estimate."""
-    usage = {"prompt_tokens": 5_000, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 4_000}}
+    usage = {
+        "prompt_tokens": 5_000,
+        "completion_tokens": 17,
+        "prompt_tokens_details": {"cached_tokens": 4_000},
+    }
     for _ in range(4):
         assert shop.ask(f"/tokens{CHAT}", "ann", whole(usage=usage)).status == 200
         assert shop.settle("tokens") == 5_017
 
-    last = shop.ask(f"/tokens{CHAT}", "ann", messages=[{"role": "user", "content": "1234"}], max_tokens=7)
+    last = shop.ask(
+        f"/tokens{CHAT}", "ann", messages=[{"role": "user", "content": "1234"}], max_tokens=7
+    )
 
     left = 1_000_000 - 4 * 5_017 - 8
     assert int(last.headers["ratelimit-remaining"]) == left
@@ -143,7 +179,10 @@ def test_tokens_are_settled_by_reported_usage(shop: Shop) -> None:
     assert reset
     hours, minutes, seconds = map(int, reset.groups("0"))
     assert hours * 3_600 + minutes * 60 + seconds == int(last.headers["ratelimit-reset"])
-    assert told == {"x-ratelimit-limit-tokens": "1000000", "x-ratelimit-remaining-tokens": f"{left}"}
+    assert told == {
+        "x-ratelimit-limit-tokens": "1000000",
+        "x-ratelimit-remaining-tokens": f"{left}",
+    }
 
 
 @pytest.mark.parametrize(
@@ -158,17 +197,28 @@ def test_tokens_are_settled_by_reported_usage(shop: Shop) -> None:
         ("killed", 0, "kill_switch"),
     ],
 )
-def test_each_documented_rule_limits_the_openai_sdk(shop: Shop, shape: str, passed: int, code: str) -> None:
+def test_each_documented_rule_limits_the_openai_sdk(
+    shop: Shop, shape: str, passed: int, code: str
+) -> None:
     """The refused call is the SDK's error with the documented code."""
     import openai
 
     url = f"http://127.0.0.1:{shop.made.envoy.port}/{'minimal' if shape == 'killed' else shape}"
-    headers = {"x-api-key": f"sdk-{shape}", "x-tenant-id": "tenant-42" if shape == "killed" else "other"}
-    client = openai.OpenAI(api_key="k", base_url=url, default_headers=headers, max_retries=0, timeout=PATIENCE)
-    shop.model.reply = whole(id="x", object="chat.completion", created=1, model="m", choices=[], usage=USED)
+    headers = {
+        "x-api-key": f"sdk-{shape}",
+        "x-tenant-id": "tenant-42" if shape == "killed" else "other",
+    }
+    client = openai.OpenAI(
+        api_key="k", base_url=url, default_headers=headers, max_retries=0, timeout=PATIENCE
+    )
+    shop.model.reply = whole(
+        id="x", object="chat.completion", created=1, model="m", choices=[], usage=USED
+    )
 
     def call() -> None:
-        client.chat.completions.create(model="m", max_tokens=1_999, messages=[{"role": "user", "content": "four"}])
+        client.chat.completions.create(
+            model="m", max_tokens=1_999, messages=[{"role": "user", "content": "four"}]
+        )
 
     for _ in range(passed):
         call()
@@ -180,10 +230,15 @@ def test_each_documented_rule_limits_the_openai_sdk(shop: Shop, shape: str, pass
 
 def test_requests_of_a_killed_replica_stay_counted() -> None:
     policy = bundle(limited("survivor", budget=30))
-    with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
+    with (
+        server() as valkey,
+        stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made,
+    ):
         before = crowd(made, "/survivor/x", "ann", 12)
         made.replicas[1].signal(signal.SIGKILL)
-        eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1, "one replica")
+        eventually(
+            lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1, "one replica"
+        )
         after = crowd(made, "/survivor/x", "ann", 40)
 
     assert before == [200] * 12
@@ -192,13 +247,24 @@ def test_requests_of_a_killed_replica_stay_counted() -> None:
 
 def test_replicas_without_a_store_enforce_half_each() -> None:
     policy = bundle(limited("halves", budget=10, cost_key="fixed"))
-    with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
-        eventually(lambda: [replica.metric("replicas") for replica in made.replicas] == [2, 2], "both replicas")
+    with (
+        server() as valkey,
+        stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made,
+    ):
+        eventually(
+            lambda: [replica.metric("replicas") for replica in made.replicas] == [2, 2],
+            "both replicas",
+        )
 
         valkey.kill()
         alone = crowd(made, "/halves/x", "ann", 60)
         valkey.start()
-        eventually(lambda: all(replica.metric("store_up", shard=valkey.address) for replica in made.replicas), "the store")
+        eventually(
+            lambda: all(
+                replica.metric("store_up", shard=valkey.address) for replica in made.replicas
+            ),
+            "the store",
+        )
         together = crowd(made, "/halves/x", "bob", 60)
 
     assert alone == together == [200] * 10 + [429] * 50
@@ -225,9 +291,18 @@ def test_clients_that_leave_pay_what_they_reserved(shop: Shop, begun: bool) -> N
         gone.wait(PATIENCE)
         return b"data: [DONE]\n\n"
 
-    reply = stream(DELTA)._replace(parts=[*stream(DELTA).parts, wait]) if begun else stream(DELTA)._replace(before=wait)
-    body = json.dumps({"model": "m", "max_tokens": 990, "messages": [{"role": "user", "content": "x" * 40}]}).encode()
-    head = f"POST /plain{CHAT} HTTP/1.1\r\nhost: h\r\nx-api-key: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    reply = (
+        stream(DELTA)._replace(parts=[*stream(DELTA).parts, wait])
+        if begun
+        else stream(DELTA)._replace(before=wait)
+    )
+    body = json.dumps(
+        {"model": "m", "max_tokens": 990, "messages": [{"role": "user", "content": "x" * 40}]}
+    ).encode()
+    head = (
+        f"POST /plain{CHAT} HTTP/1.1\r\nhost: h\r\nx-api-key: {key}\r\ncontent-length: "
+        f"{len(body)}\r\n\r\n"
+    )
     shop.model.reply = reply
     paid = []
     for _ in range(10):
@@ -250,7 +325,12 @@ GEMINI = "/v1beta/models/gemini-2.5-pro:generateContent"
 @pytest.mark.parametrize(
     ("path", "reply", "more", "paid"),
     [
-        (f"/asks{CHAT}", stream(DELTA, {**DELTA, "choices": [], "usage": CHAT_USAGE}, "[DONE]"), {"stream": True}, 1_234),
+        (
+            f"/asks{CHAT}",
+            stream(DELTA, {**DELTA, "choices": [], "usage": CHAT_USAGE}, "[DONE]"),
+            {"stream": True},
+            1_234,
+        ),
         (f"/plain{CHAT}", stream(EVENT), {"stream": True}, pytest.approx(2_025, abs=20)),
         (f"/plain{GEMINI};:countTokens", whole(usage=CHAT_USAGE), {}, 1_234),
     ],

@@ -23,7 +23,11 @@ def _with_jwt_authn(jwks: Path) -> Callable[[str], str]:
         start = config.index("# - name: envoy.filters.http.jwt_authn")
         end = config.index("- name: envoy.filters.http.ext_proc")
         filled = config[start:end].replace("/etc/envoy/jwks.json", str(jwks))
-        return config[:start] + re.sub(r"^( *)# ", r"\1", filled, flags=re.MULTILINE).removeprefix("# ") + config[end:]
+        return (
+            config[:start]
+            + re.sub(r"^( *)# ", r"\1", filled, flags=re.MULTILINE).removeprefix("# ")
+            + config[end:]
+        )
 
     return edit
 
@@ -49,7 +53,12 @@ POLICIES = bundle(
     policy("address", {"pathPrefix": "/address"}, limit_keys=["ip:address"]),
     policy("llm", {"pathPrefix": "/v1/", "routes": ["llm"]}, threshold_identical_requests=2),
     policy("elsewhere", {"pathPrefix": "/v2/"}, threshold_identical_requests=1_000),
-    policy("member", {"pathPrefix": "/member"}, limit_keys=["body:/model", "header:model"], body="ignore"),
+    policy(
+        "member",
+        {"pathPrefix": "/member"},
+        limit_keys=["body:/model", "header:model"],
+        body="ignore",
+    ),
     policy("secret", {"pathPrefix": "/secret"}, limit_keys=["credential"]),
     BYPASSED,
     STRICT,
@@ -65,7 +74,12 @@ def made() -> Iterator[Stack]:
 def test_forged_forwarding_header_does_not_change_the_address(made: Stack) -> None:
     forged = [{"x-forwarded-for": f"203.0.113.{number}"} for number in range(4)]
 
-    assert [made.send("/address", headers=headers).status for headers in forged] == [200, 200, 429, 429]
+    assert [made.send("/address", headers=headers).status for headers in forged] == [
+        200,
+        200,
+        429,
+        429,
+    ]
 
 
 def test_policy_selects_by_the_name_of_a_route(made: Stack) -> None:
@@ -80,7 +94,10 @@ def test_policy_by_route_alone_sees_every_path() -> None:
 
 
 def test_body_member_tells_callers_apart(made: Stack) -> None:
-    """Although the policy ignores bodies otherwise. A header of the same name is another descriptor."""
+    """Although the policy ignores bodies otherwise.
+
+    A header of the same name is another descriptor.
+    """
     bodies = [{"model": model, "n": number} for number in range(3) for model in ("a|b=c&d%", "b")]
 
     assert [made.post("/member", each).status for each in bodies] == [200, 200, 200, 200, 429, 429]
@@ -103,12 +120,20 @@ def test_changing_header_does_not_make_a_new_caller(made: Stack) -> None:
     assert ask("sk-bob", 3) == 200
 
 
-@pytest.mark.parametrize("connection", ["x-user-id", "close, X-User-Id", "keep-alive,x-user-id , te"])
-def test_client_that_hides_its_limit_key_is_refused(made: Stack, user: dict[str, str], connection: str) -> None:
+@pytest.mark.parametrize(
+    "connection", ["x-user-id", "close, X-User-Id", "keep-alive,x-user-id , te"]
+)
+def test_client_that_hides_its_limit_key_is_refused(
+    made: Stack, user: dict[str, str], connection: str
+) -> None:
     """Headers that `Connection` names are gone before any filter of Envoy's runs."""
-    answers = [made.post("/strict", {"messages": []}, {"connection": connection, **user}) for _ in range(2)]
+    answers = [
+        made.post("/strict", {"messages": []}, {"connection": connection, **user}) for _ in range(2)
+    ]
 
-    assert [(answer.status, answer.json()["error"]["code"]) for answer in answers] == [(400, "missing_descriptor")] * 2
+    assert [(answer.status, answer.json()["error"]["code"]) for answer in answers] == [
+        (400, "missing_descriptor")
+    ] * 2
 
 
 def test_headers_that_envoy_sets_cannot_be_hidden() -> None:
@@ -119,7 +144,9 @@ def test_headers_that_envoy_sets_cannot_be_hidden() -> None:
         assert first in config
         return config.replace(first, f"- append: {value}\n              {first}", 1)
 
-    guarded = bundle(policy("p", {"pathPrefix": "/"}, limit_keys=["header:x-caller", "header:x-user-id"]))
+    guarded = bundle(
+        policy("p", {"pathPrefix": "/"}, limit_keys=["header:x-caller", "header:x-user-id"])
+    )
     with stack(guarded, edit=named) as made:
         headers = {"connection": "x-caller, x-user-id", "x-caller": "mine", "x-user-id": "ann"}
         statuses = [made.send("/", headers=headers).status for _ in range(3)]

@@ -54,24 +54,38 @@ def test_compose_settings_are_good_and_ports_are_local(services: dict[str, Any])
     assert loopguard["volumes"] == [f"./policies:{chosen.policy[0]}:ro"]
     assert chosen.store == "redis://valkey:6379/0"
     assert main(["validate", str(COMPOSE / "policies")]) == 0
-    assert all(port.startswith("127.0.0.1:") for each in services.values() for port in each.get("ports", ()))
-    assert [name for name, each in services.items() if not re.fullmatch(r"\$\{[A-Z]+_IMAGE:-[^}]+\}", each["image"])] == []
+    assert all(
+        port.startswith("127.0.0.1:")
+        for each in services.values()
+        for port in each.get("ports", ())
+    )
+    assert [
+        name
+        for name, each in services.items()
+        if not re.fullmatch(r"\$\{[A-Z]+_IMAGE:-[^}]+\}", each["image"])
+    ] == []
 
 
 def test_compose_envoy_accepts_the_printed_bootstrap(
     services: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (command,) = (words for words in read_commands(COMPOSE / "README.md") if "envoy-config" in words)
+    (command,) = (
+        words for words in read_commands(COMPOSE / "README.md") if "envoy-config" in words
+    )
     asked = command[command.index("envoy-config") : command.index(">")]
     assert main([word.replace("/policies", str(COMPOSE / "policies")) for word in asked]) == 0
     text = capsys.readouterr().out
     authorities = tmp_path / "ca.crt"
     trustme.CA().cert_pem.write_to_path(str(authorities))
 
-    assert verdict(text.replace("/etc/ssl/certs/ca-certificates.crt", str(authorities)), tmp_path).endswith("OK\n")
+    assert verdict(
+        text.replace("/etc/ssl/certs/ca-certificates.crt", str(authorities)), tmp_path
+    ).endswith("OK\n")
     configuration = yaml.safe_load(text)["static_resources"]
     (listener,) = configuration["listeners"]
-    assert services["envoy"]["ports"] == [f"127.0.0.1:10000:{listener['address']['socket_address']['port_value']}"]
+    assert services["envoy"]["ports"] == [
+        f"127.0.0.1:10000:{listener['address']['socket_address']['port_value']}"
+    ]
     assert "loopguard" in services
     assert 'address: {socket_address: {address: "loopguard", port_value: 50051}}' in text
 
@@ -82,7 +96,9 @@ def test_example_policies_are_the_preset() -> None:
     front, company = read_policy("litellm"), read_policy("company")
 
     assert read_policy("compose") == preset
-    assert front["spec"].pop("limit_keys") == [{"first_of": ["jwt:sub", "header:x-user-id", "credential"], "name": "caller"}]
+    assert front["spec"].pop("limit_keys") == [
+        {"first_of": ["jwt:sub", "header:x-user-id", "credential"], "name": "caller"}
+    ]
     assert company["spec"].pop("labels") == ["header:x-team"]
     assert company == preset
     assert {**front["spec"], "limit_keys": preset["spec"]["limit_keys"]} == preset["spec"]
@@ -94,8 +110,16 @@ def test_company_agents_that_loop_are_found_by_team() -> None:
     provider = codex["model_providers"][codex["model_provider"]]
     name, _, team = claude["ANTHROPIC_CUSTOM_HEADERS"].partition(": ")
     calls = [
-        (f"{claude['ANTHROPIC_BASE_URL']}/v1/messages", "anthropic", {name: team, "x-api-key": "sk-a"}),
-        (f"{provider['base_url']}/responses", "responses", {**provider["http_headers"], "authorization": "Bearer b"}),
+        (
+            f"{claude['ANTHROPIC_BASE_URL']}/v1/messages",
+            "anthropic",
+            {name: team, "x-api-key": "sk-a"},
+        ),
+        (
+            f"{provider['base_url']}/responses",
+            "responses",
+            {**provider["http_headers"], "authorization": "Bearer b"},
+        ),
     ]
     with stack(read_policy("company")) as made:
         for number, (address, api, headers) in enumerate(calls, start=1):
@@ -116,16 +140,22 @@ def test_litellm_users_are_told_apart() -> None:
     with stack(read_policy("litellm")) as made:
         for users, loops in ((["ann"] * 4 + ["bob"] * 4, 0), (["bob"], 1)):
             for name in users:
-                made.post(address.path, asked, {"authorization": "Bearer provider", "x-user-id": name})
+                made.post(
+                    address.path, asked, {"authorization": "Bearer provider", "x-user-id": name}
+                )
             assert made.loopguard.metric("loops_detected_total", policy="agents") == loops
 
     assert address.netloc == "envoy:10000"
     assert front["general_settings"]["forward_client_headers_to_llm_api"] is True
     for name in ("front", "behind"):
-        assert yaml.safe_load((EXAMPLES / "litellm" / f"{name}.yaml").read_text())["litellm_settings"] == {"num_retries": 0}
+        assert yaml.safe_load((EXAMPLES / "litellm" / f"{name}.yaml").read_text())[
+            "litellm_settings"
+        ] == {"num_retries": 0}
 
 
-@pytest.mark.parametrize("file", sorted((EXAMPLES / "kubernetes").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((EXAMPLES / "kubernetes").glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_kubernetes_values_enforce_and_are_in_the_readme(file: Path) -> None:
     values = CASES[f"example-{file.stem}"]
 
@@ -142,7 +172,11 @@ def test_started_tool_is_refused_and_polled_tool_is_not() -> None:
 
         def call(tool: str) -> Any:  # noqa: ANN401  # JSON
             params = {"name": tool, "arguments": {"target": "all"}}
-            return made.post("/mcp", {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": params}, headers).json()
+            return made.post(
+                "/mcp",
+                {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": params},
+                headers,
+            ).json()
 
         polled = [call("get_build_status") for _ in range(6)]
         started = [call("start_build") for _ in range(2)]

@@ -40,7 +40,10 @@ def test_loops_are_refused_beside_stalled_uploads() -> None:
         stalled = [made.connect() for _ in range(5)]
         for connection in stalled:
             connection.sendall(_STALLED)
-        eventually(lambda: made.loopguard.metric("uncounted_total", reason="overload") == 2, "two uploads given up")
+        eventually(
+            lambda: made.loopguard.metric("uncounted_total", reason="overload") == 2,
+            "two uploads given up",
+        )
 
         assert made.repeat("/p", 4) == [200, 200, 429, 429]
         assert made.loopguard.metric("overload_total") == 3
@@ -66,7 +69,10 @@ def test_stalled_upload_ends_but_slow_answer_does_not() -> None:
 
         assert refusal == b"HTTP/1.1 408 Request Timeout\r\n"
         assert slow.makefile("rb").readline() == SERVED
-        eventually(lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1, "the upload's end")
+        eventually(
+            lambda: made.loopguard.metric("uncounted_total", reason="aborted") == 1,
+            "the upload's end",
+        )
 
 
 def test_sigterm_serves_until_envoy_turns_away() -> None:
@@ -77,7 +83,9 @@ def test_sigterm_serves_until_envoy_turns_away() -> None:
     )
     with stack(holding, "--drain-delay", "3", failure_mode="allow") as made, made.connect() as held:
         made.repeat("/hold", 39)
-        held.sendall(b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n")  # held for 4 s, longer than the delay
+        held.sendall(
+            b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n"
+        )  # held for 4 s, longer than the delay
         eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
 
         made.loopguard.signal(signal.SIGTERM)
@@ -101,7 +109,9 @@ def test_sigterm_serves_until_envoy_turns_away() -> None:
 def test_answer_after_a_stop_is_served(body_mode: str, transport: str) -> None:
     drain = ["--drain-delay", "3", "--drain-timeout", "1"]
     with (
-        stack(REJECT, "--transport", transport, *drain, failure_mode="deny", body_mode=body_mode) as made,
+        stack(
+            REJECT, "--transport", transport, *drain, failure_mode="deny", body_mode=body_mode
+        ) as made,
         ThreadPoolExecutor(1) as pool,
     ):
         made.loopguard.signal(signal.SIGTERM)
@@ -115,8 +125,13 @@ def test_answer_after_a_stop_is_served(body_mode: str, transport: str) -> None:
 
 
 def test_second_signal_ends_holds_at_once() -> None:
-    holding = bundle(policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=100))
-    with stack(holding, "--drain-delay", "600", "--drain-timeout", "600") as made, made.connect() as held:
+    holding = bundle(
+        policy("hold", {"pathExact": "/hold"}, action="throttle", threshold_identical_requests=100)
+    )
+    with (
+        stack(holding, "--drain-delay", "600", "--drain-timeout", "600") as made,
+        made.connect() as held,
+    ):
         made.repeat("/hold", 99)
         held.sendall(b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n")  # held for 10 s
         eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
@@ -134,7 +149,10 @@ def guard(identity: str, prefix: str, threshold: int) -> dict[str, Any]:
 
 
 def test_changed_policies_apply_and_bad_ones_are_refused(tmp_path: Path) -> None:
-    """Counts survive. A file that takes another team's requests is refused as a whole, and its last good policies act."""
+    """Counts survive.
+
+    A file that takes another team's requests is refused as a whole, and its last good policies act.
+    """
     file = tmp_path / "b" / "b.json"
     file.parent.mkdir()
     file.write_text(json.dumps(guard("b-1", "/b", 3)))
@@ -152,7 +170,9 @@ def test_changed_policies_apply_and_bad_ones_are_refused(tmp_path: Path) -> None
         assert made.send("/a").status == 429
         assert made.repeat("/b", 3) == [200, 200, 429]
         told = made.loopguard.ask("/policies")
-        assert [(each["file"], each["in_force"]) for each in told["refused"]["files"]] == [(str(file), True)]
+        assert [(each["file"], each["in_force"]) for each in told["refused"]["files"]] == [
+            (str(file), True)
+        ]
         assert told["modes"].keys() == {"a-1", "b-1"}
         assert made.loopguard.ask("/readyz")["refused"] == [str(file)]
         assert metric("policy_file_refused", file=str(file)) == 1

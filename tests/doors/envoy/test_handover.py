@@ -46,7 +46,9 @@ def _naming(config: str, path: str, value: str) -> str:
 
 def _carrying(config: str, path: str, value: str) -> str:
     metadata = json.dumps({"filter_metadata": {"loopguard": {"policy_json": value}}})
-    return _replaced(config, "match:", f"metadata: {metadata}\n                match:", _route(path))
+    return _replaced(
+        config, "match:", f"metadata: {metadata}\n                match:", _route(path)
+    )
 
 
 def _handing_over(config: str) -> str:
@@ -56,7 +58,9 @@ def _handing_over(config: str) -> str:
     config = _naming(config, "/named", "strict, gentle")
     config = _naming(config, "/formatted", "%REQ(x-policy)%")
     config = _carrying(config, "/carried", json.dumps(policy("carried", {}, reject_status=418)))
-    return _carrying(config, "/large", json.dumps(policy("large", {}) | {"description": "x" * 65_000}))
+    return _carrying(
+        config, "/large", json.dumps(policy("large", {}) | {"description": "x" * 65_000})
+    )
 
 
 _ROUTES = ("/plain", "/named", "/formatted", "/carried", "/large")
@@ -65,9 +69,14 @@ _ROUTES = ("/plain", "/named", "/formatted", "/carried", "/large")
 @pytest.fixture(scope="module")
 def routes(transport: str) -> Iterator[Stack]:
     document = bundle(
-        policy("gentle", {"pathPrefix": "/elsewhere"}, threshold_identical_requests=50, action="warn"),
+        policy(
+            "gentle", {"pathPrefix": "/elsewhere"}, threshold_identical_requests=50, action="warn"
+        ),
         policy("strict", {"pathPrefix": "/elsewhere"}, threshold_identical_requests=2),
-        *(policy(path[1:], {"pathPrefix": path}, threshold_identical_requests=4, body="ignore") for path in _ROUTES),
+        *(
+            policy(path[1:], {"pathPrefix": path}, threshold_identical_requests=4, body="ignore")
+            for path in _ROUTES
+        ),
     )
     with stack(document, "--transport", transport, edit=_handing_over, failure_mode="deny") as made:
         yield made
@@ -78,7 +87,12 @@ def routes(transport: str) -> Iterator[Stack]:
     [
         ("/named/x", {}, [200, 429, 429], "strict"),
         ("/plain/x", {}, [200, 200, 200, 429], "plain"),
-        ("/plain/y", {POLICY_METADATA: "strict"}, [200, 200, 200, 429], "plain"),  # a client names no policy
+        (
+            "/plain/y",
+            {POLICY_METADATA: "strict"},
+            [200, 200, 200, 429],
+            "plain",
+        ),  # a client names no policy
         ("/formatted/x", {"x-policy": "strict"}, [200, 429, 429], "strict"),
         ("/formatted/y", {}, [200, 200, 200, 429], "formatted"),
         ("/carried/x", {}, [200, 200, 418], "carried"),
@@ -95,7 +109,11 @@ def test_policies_of_a_route_replace_the_selected_one(
     assert [answer.status for answer in answers] == statuses
     assert answers[-1].headers["x-loopguard-policy"] == by
     assert routes.loopguard.metric("handover_errors_total") == errors
-    assert routes.loopguard.metric("fail_open_total") == routes.loopguard.metric("requests_total", policy="named") == 0
+    assert (
+        routes.loopguard.metric("fail_open_total")
+        == routes.loopguard.metric("requests_total", policy="named")
+        == 0
+    )
 
 
 def _as_the_docs_say(config: str) -> str:
@@ -103,7 +121,9 @@ def _as_the_docs_say(config: str) -> str:
     section = PAGE.read_text().partition("## A policy for a route")[2].partition("\n## ")[0]
     naming, carrying = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     metadata, asking = carrying.split("# on the filter\n")
-    config = _replaced(config, "request_attributes: [source.address, xds.route_name]", asking.strip())
+    config = _replaced(
+        config, "request_attributes: [source.address, xds.route_name]", asking.strip()
+    )
     config = _replaced(config, "match:", f"{_indented(metadata)}match:", _route("/carried"))
     start = config.index("typed_per_filter_config:", config.index(_route("/named")))
     last = "response_header_mode: SEND\n"
@@ -138,7 +158,11 @@ def _observing(config: str) -> str:
     config = config.replace("request_body_mode: BUFFERED", "request_body_mode: STREAMED")
     observed = "failure_mode_allow: true"
     indent = "\n" + " " * 14
-    return _replaced(config, observed, f"{observed}{indent}observability_mode: true{indent}deferred_close_timeout: 600s")
+    return _replaced(
+        config,
+        observed,
+        f"{observed}{indent}observability_mode: true{indent}deferred_close_timeout: 600s",
+    )
 
 
 OBSERVED = bundle(
@@ -149,7 +173,10 @@ OBSERVED = bundle(
 
 def _skip_where_observers_are_cut_off(transport: str) -> None:
     if transport == "grpcio" and envoy_version() == (1, 38):
-        pytest.skip("Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what has not been read by then")
+        pytest.skip(
+            "Envoy 1.38 resets observed streams as soon as all is sent, and grpc drops what has "
+            "not been read by then"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -173,26 +200,43 @@ def _in_parts(made: Stack, data: bytes) -> Iterator[bytes]:
 
 
 def _handled(made: Stack, name: str) -> float:
-    return made.loopguard.metric("requests_total", policy=name) + made.loopguard.metric("uncounted_total", policy=name)
+    return made.loopguard.metric("requests_total", policy=name) + made.loopguard.metric(
+        "uncounted_total", policy=name
+    )
 
 
 @pytest.mark.parametrize("length", [False, True])
 def test_observed_bodies_are_counted_whole(observed: Stack, length: bool) -> None:
     """Each stream ends as soon as its request is counted, long before Envoy's deferred_close_timeout."""
-    handled, refused = _handled(observed, "reject"), observed.loopguard.metric("loops_detected_total", policy="reject")
+    handled, refused = (
+        _handled(observed, "reject"),
+        observed.loopguard.metric("loops_detected_total", policy="reject"),
+    )
     data = b"x" * 300_000
     bodies = [data, data, data, data[:-1] + b"1", data[:-1] + b"2", data[:-1] + b"3"]
     path, headers = f"/reject/{length}", {"content-length": "300000"} if length else {}
 
-    answers = [observed.send(path, method="POST", body=_in_parts(observed, each), headers=headers) for each in bodies]
+    answers = [
+        observed.send(path, method="POST", body=_in_parts(observed, each), headers=headers)
+        for each in bodies
+    ]
 
     eventually(lambda: _handled(observed, "reject") == handled + 6, "six requests")
     assert observed.loopguard.metric("loops_detected_total", policy="reject") == refused + 1
     assert {answer.status for answer in answers} == {200}
-    assert not any(name.startswith(("x-loopguard", "x-fairvisor")) for answer in answers for name in answer.headers)
+    assert not any(
+        name.startswith(("x-loopguard", "x-fairvisor"))
+        for answer in answers
+        for name in answer.headers
+    )
     assert [seen.body for seen in observed.upstream.seen if seen.target == path] == bodies
-    eventually(lambda: observed.loopguard.metric("streams_in_flight") == 0, "the end of all streams")
-    eventually(lambda: observed.envoy.stat("cluster.loopguard.upstream_rq_active") == 0, "their end in Envoy")
+    eventually(
+        lambda: observed.loopguard.metric("streams_in_flight") == 0, "the end of all streams"
+    )
+    eventually(
+        lambda: observed.envoy.stat("cluster.loopguard.upstream_rq_active") == 0,
+        "their end in Envoy",
+    )
 
 
 def test_observed_requests_never_wait_for_loopguard(transport: str) -> None:
@@ -202,7 +246,9 @@ def test_observed_requests_never_wait_for_loopguard(transport: str) -> None:
 
         made.loopguard.signal(signal.SIGSTOP)
         try:
-            standing = made.repeat("/throttle", 4, body=b"x") + made.repeat("/reject", 4, body=b"x" * 300_000)
+            standing = made.repeat("/throttle", 4, body=b"x") + made.repeat(
+                "/reject", 4, body=b"x" * 300_000
+            )
         finally:
             made.loopguard.signal(signal.SIGCONT)
         eventually(lambda: _handled(made, "throttle") == 4, "four requests")
@@ -218,13 +264,17 @@ def test_observed_upload_of_a_leaving_client_is_not_counted(transport: str) -> N
     """Envoy does not tell observers that it broke off: its stream ends after deferred_close_timeout."""
 
     def impatient(config: str) -> str:
-        return _replaced(_observing(config), "deferred_close_timeout: 600s", "deferred_close_timeout: 0.1s")
+        return _replaced(
+            _observing(config), "deferred_close_timeout: 600s", "deferred_close_timeout: 0.1s"
+        )
 
     _skip_where_observers_are_cut_off(transport)
     with stack(OBSERVED, "--transport", transport, edit=impatient) as made:
         parts = _in_parts(made, b"x" * 300_000)
         with made.connect() as connection:
-            connection.sendall(b"POST /reject HTTP/1.1\r\nhost: h\r\ncontent-length: 300000\r\n\r\n")
+            connection.sendall(
+                b"POST /reject HTTP/1.1\r\nhost: h\r\ncontent-length: 300000\r\n\r\n"
+            )
             connection.sendall(next(parts))
             connection.sendall(next(parts))
 

@@ -19,12 +19,39 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.support.chart import CASES, DEFAULTS, NAME, Object, Values, environment, merged, objects, of_kind, one, rendered
+from tests.support.chart import (
+    CASES,
+    DEFAULTS,
+    NAME,
+    Object,
+    Values,
+    environment,
+    merged,
+    objects,
+    of_kind,
+    one,
+    rendered,
+)
 from tests.support.chart.istio import HCM, http_manager, patched, without_loopguard
 from tests.support.documents import bundle, policy, read_yaml
-from tests.support.harness import ENVOY, Process, Stack, be_patient, envoy_version, eventually, stack
+from tests.support.harness import (
+    ENVOY,
+    Process,
+    Stack,
+    be_patient,
+    envoy_version,
+    eventually,
+    stack,
+)
 from tests.support.looping import looping
-from tests.support.meshes import FILTER, cluster_names, each_istio, envoy_filter, gateway_configuration, unwrap
+from tests.support.meshes import (
+    FILTER,
+    cluster_names,
+    each_istio,
+    envoy_filter,
+    gateway_configuration,
+    unwrap,
+)
 from tests.support.model_paths import MODEL_CALLS, OTHER_CALLS
 
 ON: Values = {"enabled": True, "namespace": "istio-ingress", "routes": [{"name": "a"}]}
@@ -32,14 +59,17 @@ CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
 CANARY_CLUSTER = "outbound|50051||lg-loopguard-canary.guards.svc.cluster.local"
 
 needs_content_length = pytest.mark.skipif(
-    envoy_version() < (1, 38), reason="allow_content_length_header is not in this Envoy: the tolerant body mode is NOT tested"
+    envoy_version() < (1, 38),
+    reason="allow_content_length_header is not in this Envoy: the tolerant body mode is NOT tested",
 )
 
 
 # ---- Envoy accepts it
 
 
-def configuration(text: str, values: Values, routes: dict[str, str], edit: Callable[[Object], object] = bool) -> str:
+def configuration(
+    text: str, values: Values, routes: dict[str, str], edit: Callable[[Object], object] = bool
+) -> str:
     """An Envoy as Istio would configure it, with the EnvoyFilter of these values.
 
     Args:
@@ -50,7 +80,11 @@ def configuration(text: str, values: Values, routes: dict[str, str], edit: Calla
     """
     made = without_loopguard(read_yaml(text))
     listed = [
-        {"name": name, "match": {"prefix": prefix}, "route": {"cluster": "upstream", "timeout": "0s"}}
+        {
+            "name": name,
+            "match": {"prefix": prefix},
+            "route": {"cluster": "upstream", "timeout": "0s"},
+        }
         for prefix, name in routes.items()
     ]
     found = envoy_filter(values)
@@ -85,13 +119,19 @@ def without_health(cluster: Object) -> Object:
 @each_istio
 def test_envoy_accepts_the_patched_configuration(values: Values, tmp_path: Path) -> None:
     envoy = values.get("envoy", {})
-    newer = envoy.get("bodyMode") == "tolerant" or envoy.get("usage") == "exact"  # both need Envoy 1.38
+    newer = (
+        envoy.get("bodyMode") == "tolerant" or envoy.get("usage") == "exact"
+    )  # both need Envoy 1.38
     names = [route["name"] for route in values["istio"].get("routes", [{"name": "any"}])]
     bootstrap = ROOT / "envoy" / "bootstrap.yaml"
     file = tmp_path / "envoy.yaml"
-    file.write_text(configuration(bootstrap.read_text(), values, {f"/{name}": name for name in names}))
+    file.write_text(
+        configuration(bootstrap.read_text(), values, {f"/{name}": name for name in names})
+    )
 
-    done = subprocess.run([ENVOY, "--mode", "validate", "-c", str(file)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [ENVOY, "--mode", "validate", "-c", str(file)], capture_output=True, text=True, check=False
+    )
 
     assert (done.returncode == 0) == (not newer or envoy_version() >= (1, 38)), done.stderr
 
@@ -113,9 +153,18 @@ def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -
             made, inside = with_sidecars(json.loads(configuration(text, values, routes)), folder)
             be_patient(inside)
             (file := Path(folder) / "envoy.json").write_text(json.dumps(inside))
-            sidecar = Process([ENVOY, "-c", str(file), "--use-dynamic-base-id", "-l", "warning"], Path(folder) / "envoy.log")
+            sidecar = Process(
+                [ENVOY, "-c", str(file), "--use-dynamic-base-id", "-l", "warning"],
+                Path(folder) / "envoy.log",
+            )
             ended.callback(sidecar.stop)
-            eventually(lambda: len([*Path(folder).glob("*.sock")]) == len(inside["static_resources"]["listeners"]), "sidecars")
+            eventually(
+                lambda: (
+                    len([*Path(folder).glob("*.sock")])
+                    == len(inside["static_resources"]["listeners"])
+                ),
+                "sidecars",
+            )
             return json.dumps(made)
 
         with stack(policies, *arguments, edit=edit, **more) as made:
@@ -127,7 +176,8 @@ def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -
 def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
     """The gateway's configuration, whose mesh clusters go through sidecars, and the configuration of those.
 
-    They matter because they are Envoy's own HTTP/2 servers, which read `:authority` of every request before they route.
+    They matter because they are Envoy's own HTTP/2 servers, which read `:authority` of every
+    request before they route.
     """
     listeners: list[Object] = []
     clusters: list[Object] = []
@@ -137,7 +187,9 @@ def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
         name = f"inbound-{len(listeners)}"
         clusters.append({**copy.deepcopy(cluster), "name": name})
         pipe = {"pipe": {"path": f"{folder}/{name}.sock"}}
-        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": [{"endpoint": {"address": pipe}}]}]
+        cluster["load_assignment"]["endpoints"] = [
+            {"lb_endpoints": [{"endpoint": {"address": pipe}}]}
+        ]
         manager = {
             "@type": f"type.googleapis.com/envoy.extensions.filters.network.{HCM.rpartition('.')[2]}.v3.HttpConnectionManager",
             "stat_prefix": name,
@@ -148,7 +200,9 @@ def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
                     {
                         "name": "all",
                         "domains": ["*"],
-                        "routes": [{"match": {"prefix": "/"}, "route": {"cluster": name, "timeout": "0s"}}],
+                        "routes": [
+                            {"match": {"prefix": "/"}, "route": {"cluster": name, "timeout": "0s"}}
+                        ],
                     }
                 ]
             },
@@ -166,9 +220,12 @@ def gateway() -> Iterator[Stack]:
 
 
 @pytest.mark.parametrize(
-    ("path", "expected", "by"), [("/v1/chat", [200, 200, 429], "chat"), ("/named/a", [200, 429, 429], "strict")]
+    ("path", "expected", "by"),
+    [("/v1/chat", [200, 200, 429], "chat"), ("/named/a", [200, 429, 429], "strict")],
 )
-def test_rendered_filter_refuses_a_loop(user: dict[str, str], gateway: Stack, path: str, expected: list[int], by: str) -> None:
+def test_rendered_filter_refuses_a_loop(
+    user: dict[str, str], gateway: Stack, path: str, expected: list[int], by: str
+) -> None:
     answers = [gateway.post(path, b"same", user) for _ in range(3)]
 
     assert [answer.status for answer in answers] == expected
@@ -181,7 +238,9 @@ def test_gateway_reports_tokens_of_named_routes() -> None:
         session = {"x-user-id": "ann", "x-session-id": "s"}
         for path in ("/v1/chat", "/other"):
             assert made.post(path, {}, {**session, "accept-encoding": "gzip"}).status == 200
-        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken"), "an entry")
+        eventually(
+            lambda: made.loopguard.metric("access_log_entries_total", result="taken"), "an entry"
+        )
         read = made.envoy.stat("json_to_metadata.resp.success")
         asked = [seen.header("accept-encoding") for seen in made.upstream.seen]
 
@@ -192,18 +251,26 @@ BY_API: Values = merged(DEFAULTS, {"istio": {"enabled": True, "namespace": "isti
 
 
 @pytest.mark.parametrize(("enforces", "status"), [(False, 200), (True, 400)])
-def test_default_release_sees_model_calls_and_finds_loops(enforces: bool, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_release_sees_model_calls_and_finds_loops(
+    enforces: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enforcing = {"shadow": {"enabled": False}, "networkPolicy": {"gateways": [{"podSelector": {}}]}}
     values = merged(BY_API, enforcing if enforces else {})
     for name, value in environment(one(objects(values), "Deployment")).items():
         monkeypatch.setenv(name, value)
     with mesh(values, {"/": "any"}, "--log-format", "text") as made:
-        answer = made.post("/team-a/v1/chat/completions", looping(7), {"authorization": "Bearer sk-a"})
+        answer = made.post(
+            "/team-a/v1/chat/completions", looping(7), {"authorization": "Bearer sk-a"}
+        )
 
         assert answer.status == status
         assert made.loopguard.metric("loops_detected_total", policy="agents") == 1
         if not enforces:
-            found = [made.post(f"{path}{query}", {}).status for path in MODEL_CALLS for query in ("", "?a=b")]
+            found = [
+                made.post(f"{path}{query}", {}).status
+                for path in MODEL_CALLS
+                for query in ("", "?a=b")
+            ]
             found += [made.post(path, {}).status for path in OTHER_CALLS]
             found += made.repeat("/files", 4, body=b"x" * 12_000_000)
             assert set(found) == {200}
@@ -213,35 +280,60 @@ def test_default_release_sees_model_calls_and_finds_loops(enforces: bool, status
 
 def count_streams(made: Stack) -> list[int]:
     """How many streams the stable filter and the canary's have started."""
-    return [made.envoy.stat(f"http.ingress.ext_proc.{name}.streams_started") for name in (FILTER, f"{FILTER}-canary")]
+    return [
+        made.envoy.stat(f"http.ingress.ext_proc.{name}.streams_started")
+        for name in (FILTER, f"{FILTER}-canary")
+    ]
 
 
 def test_only_named_routes_are_shown_to_loopguard(user: dict[str, str], gateway: Stack) -> None:
     started, unmatched = count_streams(gateway), gateway.loopguard.metric("unmatched_total")
 
     assert gateway.repeat("/elsewhere", 4, headers=user) == [200] * 4
-    assert (count_streams(gateway), gateway.loopguard.metric("unmatched_total")) == (started, unmatched)
+    assert (count_streams(gateway), gateway.loopguard.metric("unmatched_total")) == (
+        started,
+        unmatched,
+    )
     gateway.post("/v1/chat", b"x", user)
     assert count_streams(gateway) == [before + 1 for before in started]
-    assert "envoy_http_ext_proc_loopguard_guards_lg_loopguard_failure_mode_allowed" in gateway.envoy.admin("/stats/prometheus")
+    assert (
+        "envoy_http_ext_proc_loopguard_guards_lg_loopguard_failure_mode_allowed"
+        in gateway.envoy.admin("/stats/prometheus")
+    )
 
 
 def test_policies_in_route_metadata_apply(user: dict[str, str], gateway: Stack) -> None:
     answers = [gateway.send("/own/a", headers=user) for _ in range(2)]
-    warned = [seen.header("x-fairvisor-warning") for seen in gateway.upstream.seen if seen.target == "/own/a"]
+    warned = [
+        seen.header("x-fairvisor-warning")
+        for seen in gateway.upstream.seen
+        if seen.target == "/own/a"
+    ]
     throttled = gateway.repeat("/own/slow", 3, headers=user)
 
-    assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == warned == [None, "loop_warn"]
+    assert (
+        [answer.headers.get("x-fairvisor-warning") for answer in answers]
+        == warned
+        == [None, "loop_warn"]
+    )
     assert throttled == [200] * 3
     assert gateway.loopguard.metric("requests_total", policy="slow", action="throttle") == 2
-    assert gateway.envoy.stat(f"http.ingress.ext_proc.{FILTER}.override_message_timeout_received") >= 2
+    assert (
+        gateway.envoy.stat(f"http.ingress.ext_proc.{FILTER}.override_message_timeout_received") >= 2
+    )
     assert gateway.loopguard.metric("handover_errors_total") == 0
 
 
-RETRY = {"x-envoy-retry-on": "retriable-status-codes", "x-envoy-retriable-status-codes": "200", "x-envoy-max-retries": "5"}
+RETRY = {
+    "x-envoy-retry-on": "retriable-status-codes",
+    "x-envoy-retriable-status-codes": "200",
+    "x-envoy-max-retries": "5",
+}
 
 
-def test_forged_retry_headers_do_not_multiply_a_request(user: dict[str, str], gateway: Stack) -> None:
+def test_forged_retry_headers_do_not_multiply_a_request(
+    user: dict[str, str], gateway: Stack
+) -> None:
     gateway.upstream.seen.clear()
 
     gateway.send("/v1/chat?once", headers={**user, **RETRY})
@@ -251,7 +343,12 @@ def test_forged_retry_headers_do_not_multiply_a_request(user: dict[str, str], ga
 
 def test_dead_pod_costs_no_request(user: dict[str, str]) -> None:
     envoy, routes = {"failureMode": "deny", "bodyMode": "strict"}, [{"name": "default"}]
-    more: Values = {"envoy": envoy, "canary": {"enabled": False}, "istio": {"routes": routes}, "policies": {"bundle": CHAT}}
+    more: Values = {
+        "envoy": envoy,
+        "canary": {"enabled": False},
+        "istio": {"routes": routes},
+        "policies": {"bundle": CHAT},
+    }
     values = merged(CASES["istio-sidecar"], more)
 
     def edit(text: str) -> str:
@@ -282,14 +379,23 @@ def test_canary_counts_every_request_and_changes_none(user: dict[str, str], gate
 
     def count() -> dict[str, float]:
         metric = gateway.replicas[1].metric
-        return {action: metric("requests_total", policy="chat", action=action) for action in ("allow", "reject")}
+        return {
+            action: metric("requests_total", policy="chat", action=action)
+            for action in ("allow", "reject")
+        }
 
     before = count()
     found = gateway.repeat("/v1/chat", 5, body=b"y" * 100_000, headers=user)
 
     assert found == [200, 200, 429, 429, 429]
-    eventually(lambda: count() == {"allow": before["allow"] + 2, "reject": before["reject"] + 3}, "the canary's count")
-    assert (gateway.upstream.seen[-1].header("content-length"), len(gateway.upstream.seen[-1].body)) == ("100000", 100_000)
+    eventually(
+        lambda: count() == {"allow": before["allow"] + 2, "reject": before["reject"] + 3},
+        "the canary's count",
+    )
+    assert (
+        gateway.upstream.seen[-1].header("content-length"),
+        len(gateway.upstream.seen[-1].body),
+    ) == ("100000", 100_000)
 
 
 def test_observing_filter_counts_and_never_acts(user: dict[str, str]) -> None:
@@ -298,7 +404,9 @@ def test_observing_filter_counts_and_never_acts(user: dict[str, str]) -> None:
         large = made.post("/a", b"x" * 12_000_000, user)
         received = made.upstream.seen[-1]
 
-        def is_third() -> bool:  # on a busy machine, Envoy ends some streams before Loopguard has read them
+        def is_third() -> (
+            bool
+        ):  # on a busy machine, Envoy ends some streams before Loopguard has read them
             found.append(made.post("/a", b"same", user).status)
             return made.loopguard.metric("loops_detected_total", policy="chat") >= 3
 
@@ -319,9 +427,15 @@ def test_observing_filter_counts_and_never_acts(user: dict[str, str]) -> None:
         ({"shadowMode": "observability"}, []),
     ],
 )
-def test_partly_buffered_bodies_are_not_kept_for_retries(envoy: Values, expected: list[str]) -> None:
+def test_partly_buffered_bodies_are_not_kept_for_retries(
+    envoy: Values, expected: list[str]
+) -> None:
     """Envoy would send them twice."""
-    routes = [{"name": "plain"}, {"name": "chat", "bodyMode": "strict"}, {"name": "files", "bodyMode": "tolerant"}]
+    routes = [
+        {"name": "plain"},
+        {"name": "chat", "bodyMode": "strict"},
+        {"name": "files", "bodyMode": "tolerant"},
+    ]
     more: Values = {"istio": {"routes": routes}, "canary": {"enabled": False}, "envoy": envoy}
     shadow = {"shadow": {"enabled": envoy.get("shadowMode") == "partial"}}
 
@@ -339,7 +453,10 @@ def test_partly_buffered_bodies_are_not_kept_for_retries(envoy: Values, expected
 
 @needs_content_length
 def test_strict_and_tolerant_routes_share_one_filter(user: dict[str, str]) -> None:
-    both = bundle(policy("all", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"]), policy("named", {"pathPrefix": "/n"}))
+    both = bundle(
+        policy("all", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"]),
+        policy("named", {"pathPrefix": "/n"}),
+    )
     routes = [{"name": "chat"}, {"name": "files", "bodyMode": "tolerant", "policies": ["named"]}]
     limited: Values = {
         "policies": {"bundle": both},
@@ -351,7 +468,10 @@ def test_strict_and_tolerant_routes_share_one_filter(user: dict[str, str]) -> No
         small = [made.repeat(path, 3, body=b"same", headers=user) for path in ("/chat", "/files")]
         with suppress(OSError):  # Envoy need not read on once it has answered
             made.post("/chat", b"x" * 1_000_000, user)
-        refused = eventually(lambda: made.loopguard.metric("uncounted_total", policy="all", reason="too_large"), "a 413")
+        refused = eventually(
+            lambda: made.loopguard.metric("uncounted_total", policy="all", reason="too_large"),
+            "a 413",
+        )
         large = made.repeat("/files", 4, body=b"x" * 1_000_000, headers=user)
         received = made.upstream.seen[-1]
         made.loopguard.stop()
@@ -367,7 +487,11 @@ def test_strict_and_tolerant_routes_share_one_filter(user: dict[str, str]) -> No
 def test_envoy_gateway_refuses_holds_and_survives_a_death(user: dict[str, str]) -> None:
     """A throttle is held without max_message_timeout, and a request is sent once."""
     values = merged(CASES["envoy-gateway"], {"envoy": {"failureMode": "deny"}})
-    with stack(values["policies"]["bundle"], edit=lambda text: gateway_configuration(text, values), replicas=2) as made:
+    with stack(
+        values["policies"]["bundle"],
+        edit=lambda text: gateway_configuration(text, values),
+        replicas=2,
+    ) as made:
         made.send("/once", headers={**user, **RETRY})
         sent = len(made.upstream.seen)
         held = made.repeat("/slow", 8, headers=user)  # by two replicas without a common store
@@ -389,13 +513,28 @@ THEIRS: Values = {"policies": {"existingConfigMap": "theirs"}}
     [
         ({}, "3s500ms", "Buffered", True),
         ({"policies": {"bundle": CHAT}}, "200ms", "Buffered", True),
-        ({"policies": {"bundle": bundle(policy("p", {"pathPrefix": "/"}, action="throttle"))}}, "32s", "Buffered", True),
+        (
+            {"policies": {"bundle": bundle(policy("p", {"pathPrefix": "/"}, action="throttle"))}},
+            "32s",
+            "Buffered",
+            True,
+        ),
         (THEIRS, "35s", "Buffered", True),
         ({**THEIRS, "envoy": {"maxMessageTimeoutSeconds": 10}}, "10s", "Buffered", True),
         ({**THEIRS, "envoy": {"maxMessageTimeoutSeconds": 120}}, "120s", "Buffered", True),
         ({"envoy": {"messageTimeoutMilliseconds": 5_000}}, "5s", "Buffered", True),
-        ({"envoy": {"bodyMode": "tolerant", "failureMode": "deny"}}, "3s500ms", "BufferedPartial", False),
-        ({"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}}, "200ms", "BufferedPartial", True),
+        (
+            {"envoy": {"bodyMode": "tolerant", "failureMode": "deny"}},
+            "3s500ms",
+            "BufferedPartial",
+            False,
+        ),
+        (
+            {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}},
+            "200ms",
+            "BufferedPartial",
+            True,
+        ),
     ],
 )
 def test_envoy_gateway_timeout_is_that_of_the_longest_throttle(
@@ -405,7 +544,11 @@ def test_envoy_gateway_timeout_is_that_of_the_longest_throttle(
     (found,) = of_kind(objects(merged(CASES["envoy-gateway"], values)), "EnvoyExtensionPolicy")
     (proc,) = found["spec"]["extProc"]
 
-    assert (proc["messageTimeout"], proc["processingMode"]["request"]["body"], proc["failOpen"]) == (timeout, mode, fails_open)
+    assert (
+        proc["messageTimeout"],
+        proc["processingMode"]["request"]["body"],
+        proc["failOpen"],
+    ) == (timeout, mode, fails_open)
 
 
 def test_gateway_in_the_same_namespace_needs_no_grant() -> None:
@@ -421,14 +564,22 @@ def test_gateway_in_the_same_namespace_needs_no_grant() -> None:
 
 
 def test_gateway_without_routes_is_guarded_as_a_whole() -> None:
-    gateway: Values = {"envoyGateway": {"enabled": True, "clientTrafficPolicy": {"gateway": "public"}}}
+    gateway: Values = {
+        "envoyGateway": {"enabled": True, "clientTrafficPolicy": {"gateway": "public"}}
+    }
 
     watching, enforcing = (
-        of_kind(objects(values), "EnvoyExtensionPolicy")[0]["spec"] for values in (merged(gateway, DEFAULTS), gateway)
+        of_kind(objects(values), "EnvoyExtensionPolicy")[0]["spec"]
+        for values in (merged(gateway, DEFAULTS), gateway)
     )
 
-    assert watching["targetRefs"] == [{"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "public"}]
-    assert [spec["extProc"][0]["messageTimeout"] for spec in (watching, enforcing)] == ["200ms", "32s"]
+    assert watching["targetRefs"] == [
+        {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "public"}
+    ]
+    assert [spec["extProc"][0]["messageTimeout"] for spec in (watching, enforcing)] == [
+        "200ms",
+        "32s",
+    ]
 
 
 # ---- Objects for Istio
@@ -438,9 +589,15 @@ def test_gateway_without_routes_is_guarded_as_a_whole() -> None:
 def test_filters_call_services_of_the_release(values: Values) -> None:
     made = objects(values)
     domain = values["istio"].get("clusterDomain", "cluster.local")
-    hosts = {f"{item['metadata']['name']}.{item['metadata']['namespace']}.svc.{domain}" for item in of_kind(made, "Service")}
+    hosts = {
+        f"{item['metadata']['name']}.{item['metadata']['namespace']}.svc.{domain}"
+        for item in of_kind(made, "Service")
+    }
     asked = {name.removeprefix("outbound|50051||") for name in cluster_names(envoy_filter(values))}
-    rules = {item["spec"]["host"]: item["spec"]["trafficPolicy"] for item in of_kind(made, "DestinationRule")}
+    rules = {
+        item["spec"]["host"]: item["spec"]["trafficPolicy"]
+        for item in of_kind(made, "DestinationRule")
+    }
 
     assert asked == rules.keys() <= hosts
     for config in filters(values).values():
@@ -471,20 +628,31 @@ LIMIT = {"key": "x-loopguard-buffer-limit", "value": "10485760"}
         ({}, [SCOPE], [OF_CANARY]),
         ({"istio": {"scope": ""}}, None, None),
         ({"envoy": {"bodyMode": "tolerant"}}, [SCOPE, LIMIT], [OF_CANARY]),
-        ({"istio": {"routes": [{"name": "f", "bodyMode": "tolerant"}]}}, [SCOPE, LIMIT], [OF_CANARY]),
+        (
+            {"istio": {"routes": [{"name": "f", "bodyMode": "tolerant"}]}},
+            [SCOPE, LIMIT],
+            [OF_CANARY],
+        ),
     ],
 )
-def test_streams_carry_their_scope_and_buffer_limit(more: Values, stable: object, canary: object) -> None:
+def test_streams_carry_their_scope_and_buffer_limit(
+    more: Values, stable: object, canary: object
+) -> None:
     """The limit only where bodies may be cut off."""
     found = filters(merged(CASES["istio-gateway"], more))
 
-    told = [(name, config["grpc_service"].get("initial_metadata")) for name, config in found.items()]
+    told = [
+        (name, config["grpc_service"].get("initial_metadata")) for name, config in found.items()
+    ]
     assert told == [(f"{FILTER}-canary", canary), (FILTER, stable)]
 
 
 def test_enforcing_canary_is_not_attached() -> None:
     """A filter cannot give it a share of the traffic, and two filters that act would both count."""
-    values = merged(CASES["istio-gateway"], {"canary": {"shadow": {"enabled": False}}, "store": {"url": "redis://redis"}})
+    values = merged(
+        CASES["istio-gateway"],
+        {"canary": {"shadow": {"enabled": False}}, "store": {"url": "redis://redis"}},
+    )
 
     assert list(filters(values)) == [FILTER]
     assert CANARY_CLUSTER in cluster_names(envoy_filter(CASES["istio-gateway"]))
@@ -493,7 +661,8 @@ def test_enforcing_canary_is_not_attached() -> None:
 
 def test_two_releases_on_one_gateway_guard_a_route_each(user: dict[str, str]) -> None:
     values = merged(
-        CASES["istio-gateway"], {"canary": {"enabled": False}, "istio": {"routes": [{"name": "chat"}], "scope": ""}}
+        CASES["istio-gateway"],
+        {"canary": {"enabled": False}, "istio": {"routes": [{"name": "chat"}], "scope": ""}},
     )
     other = merged(values, {"istio": {"routes": [{"name": "unnamed"}]}})
     (second,) = of_kind(objects(other, namespace="others"), "EnvoyFilter")
@@ -502,7 +671,9 @@ def test_two_releases_on_one_gateway_guard_a_route_each(user: dict[str, str]) ->
     def both(text: str) -> str:
         made = json.loads(configuration(text, values, routes))
         clusters = made["static_resources"]["clusters"]
-        clusters.append({**without_health(clusters[-1]), "name": CLUSTER.replace("guards", "others")})
+        clusters.append(
+            {**without_health(clusters[-1]), "name": CLUSTER.replace("guards", "others")}
+        )
         endpoints = [item["load_assignment"]["endpoints"][0]["lb_endpoints"] for item in clusters]
         endpoints[-2][:], endpoints[-1][:] = endpoints[0][:1], endpoints[0][1:]
         return json.dumps(patched(made, second))
@@ -516,7 +687,10 @@ def test_two_releases_on_one_gateway_guard_a_route_each(user: dict[str, str]) ->
 
 
 def test_envoy_filter_elsewhere_is_named_after_its_namespace() -> None:
-    found = [envoy_filter({"istio": {**ON, "namespace": namespace}}) for namespace in ("guards", "istio-ingress")]
+    found = [
+        envoy_filter({"istio": {**ON, "namespace": namespace}})
+        for namespace in ("guards", "istio-ingress")
+    ]
 
     assert [each["metadata"]["name"] for each in found] == ["lg-loopguard", "guards-lg-loopguard"]
 
@@ -530,9 +704,15 @@ def test_patches_stay_in_their_context_and_port(values: Values) -> None:
     others = [patch["match"] for patch in patches if patch["applyTo"] != "CLUSTER"]
 
     assert {match["context"] for match in others} == {context}
-    assert {match["context"] for match in clusters} == {"GATEWAY" if context == "GATEWAY" else "SIDECAR_OUTBOUND"}
+    assert {match["context"] for match in clusters} == {
+        "GATEWAY" if context == "GATEWAY" else "SIDECAR_OUTBOUND"
+    }
     assert {match["cluster"]["name"] for match in clusters} == set(cluster_names(found))
-    ports = {match.get("listener", {}).get("portNumber", 0) for match in others if "routeConfiguration" not in match}
+    ports = {
+        match.get("listener", {}).get("portNumber", 0)
+        for match in others
+        if "routeConfiguration" not in match
+    }
     assert ports == {istio.get("listenerPort", 0)}
     assert not any("portNumber" in match.get("routeConfiguration", {}) for match in others)
 
@@ -554,14 +734,19 @@ def test_patches_stay_in_their_context_and_port(values: Values) -> None:
             {
                 "istio": ON,
                 "podLabels": {"sidecar.istio.io/inject": "false"},
-                "podAnnotations": {"proxy.istio.io/config": "{}", "traffic.sidecar.istio.io/excludeInboundPorts": "8080"},
+                "podAnnotations": {
+                    "proxy.istio.io/config": "{}",
+                    "traffic.sidecar.istio.io/excludeInboundPorts": "8080",
+                },
             },
             {"sidecar.istio.io/inject": "false"},
             {"proxy.istio.io/config": "{}", "traffic.sidecar.istio.io/excludeInboundPorts": "8080"},
         ),
     ],
 )
-def test_pods_have_the_sidecar_that_mtls_needs(values: Values, labels: Values, annotations: Values) -> None:
+def test_pods_have_the_sidecar_that_mtls_needs(
+    values: Values, labels: Values, annotations: Values
+) -> None:
     """It stays while the pod drains, and leaves metrics alone. Values of the user come first."""
     (deployment,) = of_kind(objects(values), "Deployment")
     template = deployment["spec"]["template"]["metadata"]
@@ -578,7 +763,9 @@ def test_istioctl_analyze_finds_nothing() -> None:
     assert found["spec"]["priority"] != 0
     for deployment in of_kind(made, "Deployment"):
         assert deployment["spec"]["template"]["metadata"]["labels"]["version"]
-        assert "version" not in deployment["spec"]["selector"]["matchLabels"]  # or no upgrade could change it
+        assert (
+            "version" not in deployment["spec"]["selector"]["matchLabels"]
+        )  # or no upgrade could change it
 
 
 @pytest.mark.parametrize(("sidecar", "native"), [(False, None), (True, "true")])
@@ -606,10 +793,19 @@ def test_notes_name_the_command_and_every_route(case: str, command: str) -> None
     assert (listed in notes) == (case == "istio-gateway")
 
 
-@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed: the command that the notes print is NOT tested")
+@pytest.mark.skipif(
+    shutil.which("jq") is None,
+    reason="jq is not installed: the command that the notes print is NOT tested",
+)
 def test_command_of_the_notes_prints_guarded_routes() -> None:
-    (program,) = re.findall(r"jq -r '(.*?)'", rendered(CASES["istio-gateway"])["loopguard/templates/NOTES.txt"])
-    routes = [{"name": "chat", "typedPerFilterConfig": {FILTER: {}}}, {"name": "other", "typedPerFilterConfig": {"x": {}}}, {}]
+    (program,) = re.findall(
+        r"jq -r '(.*?)'", rendered(CASES["istio-gateway"])["loopguard/templates/NOTES.txt"]
+    )
+    routes = [
+        {"name": "chat", "typedPerFilterConfig": {FILTER: {}}},
+        {"name": "other", "typedPerFilterConfig": {"x": {}}},
+        {},
+    ]
     printed = json.dumps([{}, {"virtualHosts": [{"name": "empty"}, {"routes": routes}]}])
 
     assert subprocess.check_output(["jq", "-r", program], input=printed, text=True) == "chat\n"

@@ -24,7 +24,12 @@ function envoy_on_request(handle)
 end
 """
 # By status, the header of requests that are answered with it.
-REFUSALS = {"401": {"x-answer": "401"}, "429": {"x-answer": "429"}, "403": {"x-deny": "1"}, "503": {"x-empty": "1"}}
+REFUSALS = {
+    "401": {"x-answer": "401"},
+    "429": {"x-answer": "429"},
+    "403": {"x-deny": "1"},
+    "503": {"x-empty": "1"},
+}
 
 
 def add_refusals(config: str) -> str:
@@ -32,12 +37,24 @@ def add_refusals(config: str) -> str:
     document = read_yaml(config)
     document["static_resources"]["clusters"].append({"name": "empty", "type": "STATIC"})
     manager = http_manager(document)
-    denied = {"permissions": [{"any": True}], "principals": [{"header": {"name": "x-deny", "present_match": True}}]}
+    denied = {
+        "permissions": [{"any": True}],
+        "principals": [{"header": {"name": "x-deny", "present_match": True}}],
+    }
     filters: list[dict[str, Any]] = [
-        {"name": "lua", "typed_config": {"@type": f"{_TYPE}.lua.v3.Lua", "default_source_code": {"inline_string": _LUA}}},
+        {
+            "name": "lua",
+            "typed_config": {
+                "@type": f"{_TYPE}.lua.v3.Lua",
+                "default_source_code": {"inline_string": _LUA},
+            },
+        },
         {
             "name": "rbac",
-            "typed_config": {"@type": f"{_TYPE}.rbac.v3.RBAC", "rules": {"action": "DENY", "policies": {"p": denied}}},
+            "typed_config": {
+                "@type": f"{_TYPE}.rbac.v3.RBAC",
+                "rules": {"action": "DENY", "policies": {"p": denied}},
+            },
         },
     ]
     manager["http_filters"][-1:-1] = filters
@@ -57,17 +74,28 @@ TAKEN_BACK = policy("taken-back", {"pathPrefix": "/a"}, count_failed=False, **KE
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Stack]:
-    with stack(bundle(TAKEN_BACK, policy("kept", {"pathPrefix": "/b"}, **KEYS), PAID), edit=add_refusals) as running:
+    with stack(
+        bundle(TAKEN_BACK, policy("kept", {"pathPrefix": "/b"}, **KEYS), PAID), edit=add_refusals
+    ) as running:
         yield running
 
 
-def send(made: Stack, path: str, headers: dict[str, str], bodies: Sequence[bytes], *, first: int = 1) -> list[int]:
-    """Statuses of requests, each sent once the log entry of the one before has come. The first ones have no entry."""
+def send(
+    made: Stack, path: str, headers: dict[str, str], bodies: Sequence[bytes], *, first: int = 1
+) -> list[int]:
+    """Statuses of requests, each sent once the log entry of the one before has come.
+
+    The first ones have no entry.
+    """
     taken = made.loopguard.metric("access_log_entries_total", result="taken")
     statuses = []
     for number, body in enumerate(bodies, start=1 - first):
         statuses.append(made.post(path, body, headers).status)
-        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") >= taken + number)  # noqa: B023
+        eventually(
+            lambda: (
+                made.loopguard.metric("access_log_entries_total", result="taken") >= taken + number  # noqa: B023
+            )
+        )
     return statuses
 
 
@@ -76,7 +104,9 @@ def test_requests_refused_by_other_filters_are_no_loop(made: Stack, status: str)
     """Once they reach the upstream they are a loop, and Loopguard's refusals count."""
     user = {"x-user-id": f"user-{status}"}
 
-    refused = send(made, "/a", {**user, **REFUSALS[status]}, [b"x"] * 8)  # the first of a window stays
+    refused = send(
+        made, "/a", {**user, **REFUSALS[status]}, [b"x"] * 8
+    )  # the first of a window stays
     passed = made.repeat("/a", 5, body=b"x", headers=user)
 
     assert refused == [int(status)] * 8
@@ -96,7 +126,12 @@ def test_requests_refused_by_other_filters_cost_nothing(made: Stack, status: str
 
 
 def test_refused_requests_count_without_count_failed_false(made: Stack) -> None:
-    assert made.repeat("/b", 4, body=b"x", headers={"x-user-id": "other", "x-answer": "401"}) == [401, 401, 429, 429]
+    assert made.repeat("/b", 4, body=b"x", headers={"x-user-id": "other", "x-answer": "401"}) == [
+        401,
+        401,
+        429,
+        429,
+    ]
 
 
 _GATEWAY = """
@@ -119,11 +154,17 @@ function envoy_on_response(handle)
   metadata:set("io.envoy.ai_gateway", "model_name_override", "gpt-x")
 end
 """
-COUNTED = {"prompt_tokens": 5_000_000, "completion_tokens": 1_000_000, "prompt_tokens_details": {"cached_tokens": 1_000_000}}
+COUNTED = {
+    "prompt_tokens": 5_000_000,
+    "completion_tokens": 1_000_000,
+    "prompt_tokens_details": {"cached_tokens": 1_000_000},
+}
 COST = 4 + 2 + 0.1  # dollars
 PRICES = {"gpt-x": {"input": 1, "cache_read": 0.1, "output": 2}}
 LIMITS = {"max_cost_per_session": 3 * COST - 0.01, "prices": PRICES}
-AGENTS = bare_policy("agents", "/v1/chat", **KEYS, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS)
+AGENTS = bare_policy(
+    "agents", "/v1/chat", **KEYS, session={"keys": ["header:x-session-id"]}, session_limits=LIMITS
+)
 POLICIES = bundle(AGENTS, policy("loops", {"pathPrefix": "/v1/chat"}, **KEYS))
 
 
@@ -137,7 +178,9 @@ def add_gateway(config: str, *, before: bool) -> str:
     }
     names = [each["name"] for each in manager["http_filters"]]
     at = names.index("envoy.filters.http.ext_proc")
-    manager["http_filters"].insert(at if before else at + 1, {"name": "ai-gateway", "typed_config": lua})
+    manager["http_filters"].insert(
+        at if before else at + 1, {"name": "ai-gateway", "typed_config": lua}
+    )
     routes = manager["route_config"]["virtual_hosts"][0]["routes"]
     if before:
         for route in routes[:-1]:
@@ -160,23 +203,42 @@ def ask_gateway(gateway: tuple[Stack, Model], user: str, number: int, reply: Rep
     model.reply = reply
     asked = {"model": "gpt-x", "messages": [{"role": "user", "content": f"go {number}"}]}
     logged = one.loopguard.metric("access_log_entries_total", result="taken")
-    status = one.post("/v1/chat/completions", asked, {"x-user-id": user, "x-session-id": user}).status
+    status = one.post(
+        "/v1/chat/completions", asked, {"x-user-id": user, "x-session-id": user}
+    ).status
     if status == HTTPStatus.OK:
-        eventually(lambda: one.loopguard.metric("access_log_entries_total", result="taken") > logged, "an entry")
+        eventually(
+            lambda: one.loopguard.metric("access_log_entries_total", result="taken") > logged,
+            "an entry",
+        )
     return status
 
 
 def test_loops_beside_an_ai_gateway_are_refused(gateway: tuple[Stack, Model]) -> None:
     """Also where the model chooses the guarded route, and so late."""
-    assert [ask_gateway(gateway, "ann", 0, whole(object="chat.completion")) for _ in range(4)] == [200, 200, 429, 429]
+    assert [ask_gateway(gateway, "ann", 0, whole(object="chat.completion")) for _ in range(4)] == [
+        200,
+        200,
+        429,
+        429,
+    ]
 
 
 def test_session_costs_are_those_the_gateway_counts(gateway: tuple[Stack, Model]) -> None:
     reply = whole(object="chat.completion", usage=COUNTED)
 
-    assert [ask_gateway(gateway, "bob", number, reply) for number in range(4)] == [200, 200, 200, 429]
+    assert [ask_gateway(gateway, "bob", number, reply) for number in range(4)] == [
+        200,
+        200,
+        200,
+        429,
+    ]
     run = await_session(gateway[0], "bob", actual_cost=pytest.approx(3 * COST), estimated_cost=0)
-    assert [run["usage"][f"{name}_tokens"] for name in ("input", "cache_read", "output")] == [12_000_000, 3_000_000, 3_000_000]
+    assert [run["usage"][f"{name}_tokens"] for name in ("input", "cache_read", "output")] == [
+        12_000_000,
+        3_000_000,
+        3_000_000,
+    ]
 
 
 def test_answers_the_gateway_does_not_count_are_estimated(gateway: tuple[Stack, Model]) -> None:

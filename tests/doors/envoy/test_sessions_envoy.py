@@ -20,7 +20,9 @@ from tests.support.stacks import await_session, open_before_model
 from tests.support.turn_writers import Did, as_chat
 from tests.support.usage import DELTA, EVENTS, HUNG_UP, Model, Reply, whole, write_event
 
-pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: their costs are NOT tested")
+pytestmark = pytest.mark.skipif(
+    envoy_version() < (1, 38), reason="this Envoy reads no answers: their costs are NOT tested"
+)
 
 TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
 
@@ -28,7 +30,13 @@ TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
 def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
     """A policy for requests below its name."""
     named = {"keys": ["header:x-session-id"]}
-    return bare_policy(identity, f"/{identity}/", limit_keys=["header:x-team"], session=named, session_limits=limits)
+    return bare_policy(
+        identity,
+        f"/{identity}/",
+        limit_keys=["header:x-team"],
+        session=named,
+        session_limits=limits,
+    )
 
 
 PRESET = json.loads(Path(find_preset("sessions")).read_text())
@@ -54,11 +62,18 @@ class Bank(NamedTuple):
     model: Model
     tokens: Path
 
-    def send(self, reply: Reply, path: str, session: str, team: str = "red", body: bytes = b"") -> Answer:
+    def send(
+        self, reply: Reply, path: str, session: str, team: str = "red", body: bytes = b""
+    ) -> Answer:
         """A request unlike all others."""
         self.model.reply = reply
         headers = {"x-team": team, "x-session-id": session}
-        data = body or json.dumps({"messages": [{"role": "user", "content": f"step {next(_numbers)}"}]}).encode()
+        data = (
+            body
+            or json.dumps(
+                {"messages": [{"role": "user", "content": f"step {next(_numbers)}"}]}
+            ).encode()
+        )
         return self.made.send(path, method="POST", body=data, headers=headers)
 
     def play(self, path: str, session: str, times: int, team: str = "red") -> list[int]:
@@ -72,8 +87,22 @@ class Bank(NamedTuple):
     def order(self, *arguments: str) -> None:
         """Give an order by the command, and wait until it applies on both replicas."""
         known = self._read_orders()
-        assert main([*arguments, "--admin", self.made.loopguard.admin_url, "--token-file", str(self.tokens)]) == 0
-        eventually(lambda: (now := self._read_orders())[0] == now[1] != known[1], "the same order everywhere")
+        assert (
+            main(
+                [
+                    *arguments,
+                    "--admin",
+                    self.made.loopguard.admin_url,
+                    "--token-file",
+                    str(self.tokens),
+                ]
+            )
+            == 0
+        )
+        eventually(
+            lambda: (now := self._read_orders())[0] == now[1] != known[1],
+            "the same order everywhere",
+        )
 
     def _read_orders(self) -> list[str]:
         return [replica.get("/overrides")[1] for replica in self.made.replicas]
@@ -91,7 +120,9 @@ def tokens(output: int) -> Reply:
 def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
     tokens = tmp_path_factory.mktemp("operator") / "tokens"
     tokens.write_text("correct-horse-battery-staple")
-    with open_before_model(POLICIES, "--show-callers", "--admin-token-file", str(tokens), replicas=2) as opened:
+    with open_before_model(
+        POLICIES, "--show-callers", "--admin-token-file", str(tokens), replicas=2
+    ) as opened:
         yield Bank(*opened, tokens)
 
 
@@ -134,10 +165,20 @@ def test_concurrent_requests_cannot_all_spend_the_last_dollar(bank: Bank, sessio
     run = bank.find(session, actual_cost=1.0, reserved_cost=0.0, total_step_count=5)
     assert (run["usage"]["output_tokens"], run["limits"]) == (100, {"max_cost_per_session": 1})
     spent = [20] * 5
-    eventually(lambda: [step["output_tokens"] for step in bank.find(session)["steps"]] == spent, "each step's tokens")
-    eventually(lambda: sum(event["times"] for event in bank.find(session)["events"]) == 8, "refusals of both replicas")
+    eventually(
+        lambda: [step["output_tokens"] for step in bank.find(session)["steps"]] == spent,
+        "each step's tokens",
+    )
+    eventually(
+        lambda: sum(event["times"] for event in bank.find(session)["events"]) == 8,
+        "refusals of both replicas",
+    )
     last = bank.send(FREE, "/once/x", session)
-    assert (last.status, read_refusal(last), "retry-after" in last.headers) == (429, ("max_cost_per_session", 1.0, 1.0), False)
+    assert (last.status, read_refusal(last), "retry-after" in last.headers) == (
+        429,
+        ("max_cost_per_session", 1.0, 1.0),
+        False,
+    )
     bank.find(session, ended="refused")
 
 
@@ -145,33 +186,53 @@ def test_stream_reports_usage_and_times_of_model_and_tools(bank: Bank, session: 
     def tell() -> bytes:
         sleep(0.3)
         asked = json.loads(bank.model.body).get("stream_options") == {"include_usage": True}
-        return write_event({**DELTA, "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 7}} if asked else DELTA)
+        return write_event(
+            {**DELTA, "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 7}}
+            if asked
+            else DELTA
+        )
 
     reply = Reply([write_event(DELTA), tell, write_event("[DONE]")], EVENTS)
     for turn in range(2):
         sleep(turn * 0.4)
-        body = json.dumps({**as_chat([Did((("scan", {}),), ("Error: gone",), number=1)][:turn]), "stream": True}).encode()
+        body = json.dumps(
+            {**as_chat([Did((("scan", {}),), ("Error: gone",), number=1)][:turn]), "stream": True}
+        ).encode()
         assert bank.send(reply, "/asked/v1/chat/completions", session, body=body).status == 200
 
     def find_steps() -> Any:  # noqa: ANN401  # JSON
         steps = bank.find(session, actual_cost=0.14, estimated_cost=0.0, reserved_cost=0.0)["steps"]
         return steps if steps[1]["tools"] and steps[1]["tool_seconds"] >= 0.3 else None
 
-    steps = eventually(find_steps, "the time of the tools")  # each replica knows when it let a step through
-    assert [(step["tools"], step["tool_errors"], step["output_tokens"]) for step in steps] == [([], 0, 7), (["scan"], 1, 7)]
+    steps = eventually(
+        find_steps, "the time of the tools"
+    )  # each replica knows when it let a step through
+    assert [(step["tools"], step["tool_errors"], step["output_tokens"]) for step in steps] == [
+        ([], 0, 7),
+        (["scan"], 1, 7),
+    ]
     assert all(0.3 <= step["model_seconds"] <= PATIENCE for step in steps)
 
 
 def test_failures_in_a_row_kill_until_a_release(bank: Bank, session: str) -> None:
     """5xx and broken connections count; a success resets the count."""
     failed = whole()._replace(status=500)
-    replies = [(failed, 1), (HUNG_UP, 2), (FREE, 0), (HUNG_UP, 1), (failed, 2), (failed._replace(status=503), 3)]
+    replies = [
+        (failed, 1),
+        (HUNG_UP, 2),
+        (FREE, 0),
+        (HUNG_UP, 1),
+        (failed, 2),
+        (failed._replace(status=503), 3),
+    ]
     for number, (reply, errors) in enumerate(replies, start=1):
         bank.send(reply, "/errors/x", session)
         run = bank.find(session, total_step_count=number, consecutive_error_count=errors)
 
     assert run["killed"] == "consecutive_errors"
-    assert {read_refusal(bank.send(FREE, "/errors/x", session)) for _ in range(4)} == {("killed", 3, 3)}
+    assert {read_refusal(bank.send(FREE, "/errors/x", session)) for _ in range(4)} == {
+        ("killed", 3, 3)
+    }
     bank.order("release", "--session", f"header:x-session-id={session}", "--caller", "x-team=red")
     assert bank.play("/errors/x", session, 4) == [200] * 4
 
@@ -199,7 +260,9 @@ def test_orders_kill_release_and_grant_one_session(bank: Bank, session: str) -> 
 def ask(bank: Bank, text: str, key: str) -> int:
     """The status of a first request with an API key and nothing else."""
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
-    return bank.made.post("/preset/v1/chat/completions", body, {"authorization": f"Bearer {key}"}).status
+    return bank.made.post(
+        "/preset/v1/chat/completions", body, {"authorization": f"Bearer {key}"}
+    ).status
 
 
 def test_preset_ends_a_plain_loop(bank: Bank) -> None:
@@ -207,7 +270,9 @@ def test_preset_ends_a_plain_loop(bank: Bank) -> None:
 
 
 def test_preset_lets_documents_and_samples_pass(bank: Bank) -> None:
-    texts = [f"Section {number}: {number} euros.\n\nWho pays?" for number in range(100)] + ["Name a colour."] * 20
+    texts = [f"Section {number}: {number} euros.\n\nWho pays?" for number in range(100)] + [
+        "Name a colour."
+    ] * 20
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda text: ask(bank, text, "batch"), texts))
 

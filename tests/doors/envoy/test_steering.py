@@ -19,13 +19,22 @@ from tests.support.servers import server
 from tests.support.uploads import Upload, send
 
 KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
-STEER: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, **KEYS}
+STEER: dict[str, Any] = {
+    "similarity": "turns",
+    "action": "steer",
+    "escalate": {"reject": 5},
+    **KEYS,
+}
 PATH = "/v1/chat/completions"
 POLICIES = bundle(
     policy("steer", {"pathExact": PATH}, **STEER),
     policy("both", {"pathExact": "/both"}, **STEER),
-    policy("held", {"pathExact": "/both"}, action="throttle", threshold_identical_requests=2, **KEYS),
-    policy("counted", {"pathExact": "/counted"}, action="steer", threshold_identical_requests=2, **KEYS),
+    policy(
+        "held", {"pathExact": "/both"}, action="throttle", threshold_identical_requests=2, **KEYS
+    ),
+    policy(
+        "counted", {"pathExact": "/counted"}, action="steer", threshold_identical_requests=2, **KEYS
+    ),
 )
 
 
@@ -39,7 +48,9 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def check_note(key_file: Path, user: dict[str, str]) -> Callable[[Seen, bytes], None]:
     """Checks that the upstream got the sent body with a note, and the header that says so."""
-    marks = Marks(read_hash_key(str(key_file)), [f"x-user-id={user['x-user-id']}"], hash_words("go"))
+    marks = Marks(
+        read_hash_key(str(key_file)), [f"x-user-id={user['x-user-id']}"], hash_words("go")
+    )
 
     def check(seen: Seen, sent: bytes) -> None:
         assert len(seen.body) > len(sent)
@@ -66,10 +77,16 @@ def stuck(size: int = 0, times: int = 3) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("size", "http2", "length"), [(0, False, False), (0, True, True), (700_000, False, True), (700_000, True, False)]
+    ("size", "http2", "length"),
+    [(0, False, False), (0, True, True), (700_000, False, True), (700_000, True, False)],
 )
 def test_upstream_gets_the_note_in_every_form(
-    gate: Stack, user: dict[str, str], check_note: Callable[[Seen, bytes], None], size: int, http2: bool, length: bool
+    gate: Stack,
+    user: dict[str, str],
+    check_note: Callable[[Seen, bytes], None],
+    size: int,
+    http2: bool,
+    length: bool,
 ) -> None:
     sent = stuck(size)
 
@@ -86,11 +103,17 @@ def test_access_log_and_metrics_report_the_steering(gate: Stack, user: dict[str,
 
     assert [answer.headers.get("x-fairvisor-warning") for answer in answers] == [None, "loop_steer"]
     entry = gate.envoy.logged("/counted", loop_action="steer")
-    assert (entry["status"], entry["loop_policy"], entry["loop_warning"]) == (200, "counted", "loop_steer")
+    assert (entry["status"], entry["loop_policy"], entry["loop_warning"]) == (
+        200,
+        "counted",
+        "loop_steer",
+    )
     assert gate.loopguard.metric("requests_total", policy="counted", action="steer") == before + 1
 
 
-def test_held_request_gets_its_note(gate: Stack, user: dict[str, str], check_note: Callable[[Seen, bytes], None]) -> None:
+def test_held_request_gets_its_note(
+    gate: Stack, user: dict[str, str], check_note: Callable[[Seen, bytes], None]
+) -> None:
     sent = stuck()
 
     answers = [gate.post("/both", sent, user) for _ in range(2)]
@@ -108,7 +131,9 @@ def test_compressed_body_passes_unchanged_with_a_warning(gate: Stack, user: dict
     assert (answer.status, answer.headers["x-fairvisor-warning"]) == (200, "loop_warn")
     assert gate.upstream.seen[-1].body == sent
     assert gate.upstream.seen[-1].header("x-loopguard-steered") is None
-    assert gate.loopguard.metric("unsteered_total", policy="counted", reason="content_encoding") >= 1
+    assert (
+        gate.loopguard.metric("unsteered_total", policy="counted", reason="content_encoding") >= 1
+    )
 
 
 # ---- One hash key for all Loopguards that meet a note
@@ -128,9 +153,15 @@ def test_gateway_and_sidecar_add_one_note(user: dict[str, str], key_file: Path) 
 
 
 def test_replicas_and_new_processes_leave_bodies_with_notes(user: dict[str, str]) -> None:
-    """They have the hash key from their store. Nothing is refused: the same request again is a retry, then a turn."""
+    """They have the hash key from their store.
+
+    Nothing is refused: the same request again is a retry, then a turn.
+    """
     policies = bundle(policy("steer", {"pathExact": PATH}, **{**STEER, "escalate": {}}))
-    with server() as valkey, stack(policies, "--store", f"redis://{valkey.address}", replicas=2) as made:
+    with (
+        server() as valkey,
+        stack(policies, "--store", f"redis://{valkey.address}", replicas=2) as made,
+    ):
 
         def pass_on(data: bytes) -> bytes:
             assert made.post(PATH, data, user).status == 200
@@ -138,9 +169,14 @@ def test_replicas_and_new_processes_leave_bodies_with_notes(user: dict[str, str]
 
         noted = pass_on(stuck())
         again = [pass_on(noted) for _ in range(6)]
-        each = [replica.metric("requests_total", policy="steer", action="steer") for replica in made.replicas]
+        each = [
+            replica.metric("requests_total", policy="steer", action="steer")
+            for replica in made.replicas
+        ]
         made.replicas[0].stop()
-        fresh = Loopguard(made.folder, "--store", f"redis://{valkey.address}", listen=made.replicas[0].address)
+        fresh = Loopguard(
+            made.folder, "--store", f"redis://{valkey.address}", listen=made.replicas[0].address
+        )
         try:
 
             def is_asked() -> bool:

@@ -44,11 +44,15 @@ def _grpc_upstream() -> Iterator[str]:
 GRPC = bundle(
     policy("unary", {"pathExact": f"{_ECHO}/Unary"}, threshold_identical_requests=2),
     policy("stream", {"pathExact": f"{_ECHO}/Stream"}, threshold_identical_requests=2),
-    policy("ignoring", {"pathExact": f"{_ECHO}/Ignored"}, threshold_identical_requests=3, body="ignore"),
+    policy(
+        "ignoring", {"pathExact": f"{_ECHO}/Ignored"}, threshold_identical_requests=3, body="ignore"
+    ),
 )
 
 
-_needs_tolerant = pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
+_needs_tolerant = pytest.mark.skipif(
+    envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38"
+)
 
 
 @pytest.fixture(scope="module", params=["strict", pytest.param("tolerant", marks=_needs_tolerant)])
@@ -73,10 +77,18 @@ def test_guarded_bidirectional_grpc_keeps_streaming(channel: grpc.Channel) -> No
     outgoing.put(None)
 
 
-def test_grpc_calls_with_unknown_bodies_are_never_refused(over_grpc: Stack, channel: grpc.Channel) -> None:
+def test_grpc_calls_with_unknown_bodies_are_never_refused(
+    over_grpc: Stack, channel: grpc.Channel
+) -> None:
     call = channel.unary_unary(f"{_ECHO}/Unary")
 
-    assert [call(b"%d" % number, timeout=PATIENCE) for number in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+    assert [call(b"%d" % number, timeout=PATIENCE) for number in range(5)] == [
+        b"0",
+        b"1",
+        b"2",
+        b"3",
+        b"4",
+    ]
     assert over_grpc.loopguard.metric("uncounted_total", policy="unary", reason="grpc") >= 5
 
 
@@ -91,11 +103,15 @@ def test_grpc_loop_is_refused_with_a_grpc_status(channel: grpc.Channel) -> None:
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert dict(refusal.value.trailing_metadata())["x-loopguard-policy"] == "ignoring"
     said = refusal.value.details()
-    assert said.startswith(f"Loop detected: this identical request (POST {_ECHO}/Ignored) has been sent 3 times")
+    assert said.startswith(
+        f"Loop detected: this identical request (POST {_ECHO}/Ignored) has been sent 3 times"
+    )
     assert said.endswith(" (recursive_loop_detected)")
 
 
-@pytest.mark.parametrize(("path", "trailers"), [("/reject/h2", False), ("/reject", True), ("/beside", True)])
+@pytest.mark.parametrize(
+    ("path", "trailers"), [("/reject/h2", False), ("/reject", True), ("/beside", True)]
+)
 def test_http2_requests_with_and_without_trailers_are_counted(
     shared: Stack, user: dict[str, str], path: str, trailers: bool
 ) -> None:
@@ -107,12 +123,17 @@ def test_http2_requests_with_and_without_trailers_are_counted(
 
 def test_stream_ends_before_the_upstream_answers(shared: Stack, user: dict[str, str]) -> None:
     before = len(shared.upstream.seen)
-    head = f"POST /reject/hang HTTP/1.1\r\nhost: h\r\nx-user-id: {user['x-user-id']}\r\ncontent-length: 2\r\n\r\n{{}}"
+    head = (
+        "POST /reject/hang HTTP/1.1\r\nhost: h\r\nx-user-id: "
+        f"{user['x-user-id']}\r\ncontent-length: 2\r\n\r\n{{}}"
+    )
     with shared.connect() as connection:
         connection.sendall(head.encode())
         eventually(lambda: len(shared.upstream.seen) > before, "the request at the upstream")
 
-        eventually(lambda: shared.loopguard.metric("streams_in_flight") == 0, "the end of the stream")
+        eventually(
+            lambda: shared.loopguard.metric("streams_in_flight") == 0, "the end of the stream"
+        )
 
 
 def _send_raw(made: Stack, request: bytes) -> bytes:
@@ -129,10 +150,13 @@ def test_retries_of_envoy_send_partly_buffered_bodies_once() -> None:
     def retried(config: str) -> str:
         host = 'domains: ["*"]'
         assert host in config
-        return config.replace(host, f"{host}\n              retry_policy: {{retry_on: connect-failure}}")
+        return config.replace(
+            host, f"{host}\n              retry_policy: {{retry_on: connect-failure}}"
+        )
 
     document = bundle(
-        policy("counted", {"pathPrefix": "/counted"}), policy("bodiless", {"pathPrefix": "/bodiless"}, body="ignore")
+        policy("counted", {"pathPrefix": "/counted"}),
+        policy("bodiless", {"pathPrefix": "/bodiless"}, body="ignore"),
     )
     with stack(document, body_mode="tolerant", buffer_limit=10_485_760, edit=retried) as made:
         for number in range(9):  # on new connections, which the upstream is slow to accept
@@ -143,14 +167,23 @@ def test_retries_of_envoy_send_partly_buffered_bodies_once() -> None:
 
 
 _HOSTILE = {
-    "invalid UTF-8 in a header": b"GET /reject/h1 HTTP/1.1\r\nhost: h\r\nx-user-id: \xff\xfe\r\n\r\n",
+    "invalid UTF-8 in a header": (
+        b"GET /reject/h1 HTTP/1.1\r\nhost: h\r\nx-user-id: \xff\xfe\r\n\r\n"
+    ),
     "%00 in the query": b"GET /reject/h2?a=%00&%00 HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
-    "broken percent encoding": b"GET /reject/h3?%zz=%1&%=%% HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
-    "10,000 query pairs": b"GET /reject/h4?%b HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n" % (b"a=1&" * 10_000),
-    "a JWT that is none": b"GET /reject/h5 HTTP/1.1\r\nhost: h\r\nauthorization: Bearer a.b.c\r\nx-user-id: h\r\n\r\n",
+    "broken percent encoding": (
+        b"GET /reject/h3?%zz=%1&%=%% HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n"
+    ),
+    "10,000 query pairs": b"GET /reject/h4?%b HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n"
+    % (b"a=1&" * 10_000),
+    "a JWT that is none": (
+        b"GET /reject/h5 HTTP/1.1\r\nhost: h\r\nauthorization: Bearer a.b.c\r\nx-user-id: h\r\n\r\n"
+    ),
     "a header twice": b"GET /reject/h6 HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\nx-user-id: b\r\n\r\n",
     "absolute form": b"GET http://h/reject/h7 HTTP/1.1\r\nhost: h\r\nx-user-id: h\r\n\r\n",
-    "the composite's own marks": b"GET /reject/h8?a%7C=%3D%26|&= HTTP/1.1\r\nhost: h\r\nx-user-id: a|b=c&d%25\r\n\r\n",
+    "the composite's own marks": (
+        b"GET /reject/h8?a%7C=%3D%26|&= HTTP/1.1\r\nhost: h\r\nx-user-id: a|b=c&d%25\r\n\r\n"
+    ),
 }
 
 
@@ -164,11 +197,18 @@ def test_hostile_requests_are_counted_without_an_error(shared: Stack, request_: 
 
 def test_megabytes_of_headers_are_counted() -> None:
     def generous(config: str) -> str:
-        return config.replace("stat_prefix: ", "max_request_headers_kb: 8192\n          stat_prefix: ", 1)
+        return config.replace(
+            "stat_prefix: ", "max_request_headers_kb: 8192\n          stat_prefix: ", 1
+        )
 
-    with stack(bundle(policy("p", {"pathPrefix": "/"}, mode="shadow")), edit=generous, failure_mode="deny") as made:
+    with stack(
+        bundle(policy("p", {"pathPrefix": "/"}, mode="shadow")), edit=generous, failure_mode="deny"
+    ) as made:
         filler = b"".join(b"x-fill-%d: %s\r\n" % (number, b"y" * 50_000) for number in range(90))
-        lines = [_send_raw(made, b"GET /big HTTP/1.1\r\nhost: h\r\n" + filler + b"\r\n") for _ in range(3)]
+        lines = [
+            _send_raw(made, b"GET /big HTTP/1.1\r\nhost: h\r\n" + filler + b"\r\n")
+            for _ in range(3)
+        ]
 
         assert made.loopguard.metric("requests_total", policy="p") == 3
         assert made.loopguard.metric("loops_detected_total", policy="p") == 1
@@ -178,7 +218,9 @@ def test_megabytes_of_headers_are_counted() -> None:
 
 def test_concurrent_requests_count_exactly_once_each(shared: Stack, user: dict[str, str]) -> None:
     with ThreadPoolExecutor(20) as pool:
-        statuses = list(pool.map(lambda _: shared.send("/reject/race", headers=user).status, range(200)))
+        statuses = list(
+            pool.map(lambda _: shared.send("/reject/race", headers=user).status, range(200))
+        )
 
     assert sorted(statuses) == [200] * 2 + [429] * 198
 
@@ -189,19 +231,30 @@ def write_turns(size: int, *, loops: bool) -> bytes:
     for number in range(1, 9):
         name = "a.py" if loops else f"{number}.py"
         text = f'{name}: "}},{{"role":"user","content":"\\'
-        turns.append(Did((("read", {"path": name}),), (text * (size // 8 // len(json.dumps(text))),), number=number))
+        turns.append(
+            Did(
+                (("read", {"path": name}),),
+                (text * (size // 8 // len(json.dumps(text))),),
+                number=number,
+            )
+        )
     return json.dumps(as_chat(turns)).encode()
 
 
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
 def test_loop_in_a_long_streamed_history_is_refused(transport: str) -> None:
-    """Only the ends of a streamed body are kept. At 4 MB the newest turn alone is certain, and that is no loop."""
+    """Only the ends of a streamed body are kept.
+
+    At 4 MB the newest turn alone is certain, and that is no loop.
+    """
 
     def stream(config: str) -> str:
         assert "request_body_mode: BUFFERED\n" in config
         return config.replace("request_body_mode: BUFFERED\n", "request_body_mode: STREAMED\n")
 
-    guarded = bundle(policy("p", {"pathPrefix": "/v1/"}, similarity="turns", threshold_identical_requests=3))
+    guarded = bundle(
+        policy("p", {"pathPrefix": "/v1/"}, similarity="turns", threshold_identical_requests=3)
+    )
     with stack(guarded, "--transport", transport, buffer_limit=8_000_000, edit=stream) as made:
         for size, status in ((500_000, 429), (1_200_000, 429), (4_000_000, 200)):
             assert made.post("/v1/chat/completions", write_turns(size, loops=True)).status == status
@@ -233,11 +286,16 @@ def test_envoy_stays_far_below_the_limits_of_a_peer() -> None:
     def upload(number: int) -> int:
         return made.post(f"/reject/{number % 150}", b"x" * (number % 5 * 40_000)).status
 
-    with stack(document, preamble=_LOW_LIMITS, failure_mode="deny") as made, ThreadPoolExecutor(32) as clients:
+    with (
+        stack(document, preamble=_LOW_LIMITS, failure_mode="deny") as made,
+        ThreadPoolExecutor(32) as clients,
+    ):
         hung_up = clients.map(hang_up, range(200))
         assert set(clients.map(upload, range(600))) == {200, 429}
         list(hung_up)
-        eventually(lambda: made.loopguard.metric("streams_in_flight") == 0, "the end of all streams")
+        eventually(
+            lambda: made.loopguard.metric("streams_in_flight") == 0, "the end of all streams"
+        )
 
         assert made.envoy.stat("http.ingress.ext_proc.loopguard.streams_failed") == 0
         assert made.envoy.stat("cluster.loopguard.upstream_cx_total") == 1

@@ -35,9 +35,16 @@ def collect() -> Iterator[tuple[Spans, str]]:
 
     def keep(request: Any, _: object) -> Any:  # noqa: ANN401  # grpc has no types
         for resource in request.resource_spans:
-            for scope in resource.instrumentation_library_spans:  # `scope_spans`, before it was renamed
+            for (
+                scope
+            ) in resource.instrumentation_library_spans:  # `scope_spans`, before it was renamed
                 for span in scope.spans:
-                    spans.append({"name": span.name, **{each.key: each.value.string_value for each in span.attributes}})
+                    spans.append(
+                        {
+                            "name": span.name,
+                            **{each.key: each.value.string_value for each in span.attributes},
+                        }
+                    )
         return OTLP.ExportTraceServiceResponse().SerializeToString()
 
     export = grpc.unary_unary_rpc_method_handler(keep, OTLP.ExportTraceServiceRequest.FromString)
@@ -53,20 +60,35 @@ def collect() -> Iterator[tuple[Spans, str]]:
 
 def find(spans: Spans, path: str) -> Spans:
     """Loopguard's tags on the spans of clients' requests to this path."""
-    own = [span for span in spans if span.get("http.url", "").endswith(path) and "upstream_cluster.name" in span]
-    return [{key.removeprefix(TAGS): value for key, value in span.items() if key.startswith(TAGS)} for span in own]
+    own = [
+        span
+        for span in spans
+        if span.get("http.url", "").endswith(path) and "upstream_cluster.name" in span
+    ]
+    return [
+        {key.removeprefix(TAGS): value for key, value in span.items() if key.startswith(TAGS)}
+        for span in own
+    ]
 
 
 def test_spans_of_loops_have_loopguards_tags() -> None:
     keys: dict[str, Any] = {"limit_keys": ["header:x-user"]}
-    session: dict[str, Any] = {"session": {"keys": ["header:x-session"]}, "session_limits": {"max_steps": 100}}
+    session: dict[str, Any] = {
+        "session": {"keys": ["header:x-session"]},
+        "session_limits": {"max_steps": 100},
+    }
     loops = policy("agents", {"pathPrefix": "/v1"}, similarity="turns", **session, **keys)
-    watched = policy("watched", {"pathPrefix": "/w"}, mode="shadow", threshold_identical_requests=2, **keys)
+    watched = policy(
+        "watched", {"pathPrefix": "/w"}, mode="shadow", threshold_identical_requests=2, **keys
+    )
     stuck = (ROOT / "tests" / "support" / "bodies" / "chat_stuck.json").read_bytes()
     with collect() as (spans, address), stack([loops, watched], otlp=address) as made:
         refused = made.post("/v1/chat/completions", stuck, {"x-user": "ann", "x-session": "s1"})
         made.repeat("/w/x", 2, headers={"x-user": "ann"})
-        eventually(lambda: len(find(spans, "/w/x")) == 2 and find(spans, "/v1/chat/completions"), "the spans")
+        eventually(
+            lambda: len(find(spans, "/w/x")) == 2 and find(spans, "/v1/chat/completions"),
+            "the spans",
+        )
         log = made.loopguard.output()
 
     assert refused.status == 429
@@ -75,13 +97,17 @@ def test_spans_of_loops_have_loopguards_tags() -> None:
     assert loop["cause"]
     assert f"session={loop['session']}" in log or len(loop["session"]) == 16
     assert [tags.get("shadow_policy") for tags in find(spans, "/w/x")] == [None, "watched"]
-    assert [span["name"] for span in spans if "ext_proc" in span["name"] or "loopguard" in span["name"]]
+    assert [
+        span["name"] for span in spans if "ext_proc" in span["name"] or "loopguard" in span["name"]
+    ]
 
 
 def test_snippet_has_the_tags_where_asked_for() -> None:
     document = DOCUMENTS["sample"]
     plain, tagged = (
-        render_snippet(loaded(document), read_options(EnvoyOptions, {"snippet": True, "trace_tags": tags}))
+        render_snippet(
+            loaded(document), read_options(EnvoyOptions, {"snippet": True, "trace_tags": tags})
+        )
         for tags in (False, True)
     )
 
@@ -90,4 +116,6 @@ def test_snippet_has_the_tags_where_asked_for() -> None:
     assert ".typed_config.tracing: beside your provider" in part
     tags = {tag["tag"] for tag in yaml.safe_load(part)["custom_tags"]}
     assert tags >= {f"{TAGS}{name}" for name in ("policy", "cause", "session")}
-    assert not found(yaml.safe_load(bootstrap(document, trace_tags=True, otlp="127.0.0.1:4317")), document)
+    assert not found(
+        yaml.safe_load(bootstrap(document, trace_tags=True, otlp="127.0.0.1:4317")), document
+    )

@@ -29,7 +29,9 @@ LOOPS = policy("agents", {"pathPrefix": "/"}, similarity="turns", limit_keys=["h
 BROKEN = Did((("check", {"build": 7}),), ("the build is broken",))
 
 
-@pytest.fixture(scope="module", params=[server, partial(cluster, fails_over=False)], ids=["valkey", "cluster"])
+@pytest.fixture(
+    scope="module", params=[server, partial(cluster, fails_over=False)], ids=["valkey", "cluster"]
+)
 def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
     with request.param() as found:
         nodes = found[:2] if isinstance(found, list) else [found]
@@ -40,36 +42,69 @@ def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window"), deepen([("chat", 0), ("anthropic", 3), ("responses", 3), ("gemini", 0)], ("chat", 0), ("anthropic", 3))
+    ("shape", "window"),
+    deepen(
+        [("chat", 0), ("anthropic", 3), ("responses", 3), ("gemini", 0)],
+        ("chat", 0),
+        ("anthropic", 3),
+    ),
 )
-def test_looping_conversation_is_refused_across_replicas(stacked: Stack, shape: str, window: int) -> None:
+def test_looping_conversation_is_refused_across_replicas(
+    stacked: Stack, shape: str, window: int
+) -> None:
     """It runs beside five others of its caller; older results are cleared, or older messages left out."""
     random = Random(f"{shape}{window}")
     headers = {"x-user-id": f"{shape}-{window}"}
     statuses: list[list[int]] = [[] for _ in range(6)]
-    begun = [Did((("look", {"at": random.randrange(10**6)}),), (str(random.randrange(10**6)),)) for _ in range(6)]
+    begun = [
+        Did((("look", {"at": random.randrange(10**6)}),), (str(random.randrange(10**6)),))
+        for _ in range(6)
+    ]
     before = [replica.metric("requests_total") for replica in stacked.replicas]
     for count in range(7):
         for place in random.sample(range(6), 6):
-            work = [BROKEN] * 8 if place == 0 else [BROKEN._replace(results=(f"{place} {turn}",)) for turn in range(8)]
+            work = (
+                [BROKEN] * 8
+                if place == 0
+                else [BROKEN._replace(results=(f"{place} {turn}",)) for turn in range(8)]
+            )
             turns = [begun[place], *work][:count]
-            turns = [turn._replace(thought=f"{place} thinks {at}", number=at + 1) for at, turn in enumerate(turns)]
-            shown = turns[-window:] if window else [turn._replace(results=("[cleared]",)) for turn in turns[:-2]] + turns[-2:]
+            turns = [
+                turn._replace(thought=f"{place} thinks {at}", number=at + 1)
+                for at, turn in enumerate(turns)
+            ]
+            shown = (
+                turns[-window:]
+                if window
+                else [turn._replace(results=("[cleared]",)) for turn in turns[:-2]] + turns[-2:]
+            )
             statuses[place].append(stacked.post("/v1/x", SHAPES[shape](shown), headers).status)
 
     assert 429 not in statuses[0][:4]
     assert statuses[0][4:] == [429] * 3
     assert not any(429 in others for others in statuses[1:])
-    assert all(replica.metric("requests_total") > was for replica, was in zip(stacked.replicas, before, strict=True))
+    assert all(
+        replica.metric("requests_total") > was
+        for replica, was in zip(stacked.replicas, before, strict=True)
+    )
 
 
 PATH = "/v1/chat/completions"
 LADDER: dict[str, Any] = {
-    "similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 6}, "limit_keys": ["header:x-user-id"],
-}  # fmt: skip
+    "similarity": "turns",
+    "action": "steer",
+    "escalate": {"land": 5, "reject": 6},
+    "limit_keys": ["header:x-user-id"],
+}
 POLICIES = bundle(
     policy("live", {"pathExact": PATH}, **LADDER),
-    policy("next", {"pathExact": PATH}, mode="shadow", canary_of="live", **{**LADDER, "escalate": {"reject": 4}}),
+    policy(
+        "next",
+        {"pathExact": PATH},
+        mode="shadow",
+        canary_of="live",
+        **{**LADDER, "escalate": {"reject": 4}},
+    ),
 )
 STUCK = Did((("read", {"path": "a"}),), ("error: no such file",))
 OTHER = Did((("list", {}),), ("a.txt b.txt",))
@@ -80,7 +115,9 @@ def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
     turns: list[Did] = []
     for number in range(1, 7):
         noted = heeds and bool(turns) and OPENING.encode() in made.upstream.seen[-1].body
-        turns.append((OTHER if noted else STUCK)._replace(thought=f"{task} {number}", number=number))
+        turns.append(
+            (OTHER if noted else STUCK)._replace(thought=f"{task} {number}", number=number)
+        )
         value = as_chat(turns)
         value["messages"][1]["content"] = task
         answer = made.post(PATH, value, {"x-user-id": task})
@@ -91,24 +128,46 @@ def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
 
 def test_reaction_to_notes_is_reported_across_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     """Metrics, `/loops`, the page and the canary's status have the same numbers."""
-    with server() as valkey, stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made:
+    with (
+        server() as valkey,
+        stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made,
+    ):
         statuses = [run_agent(made, f"task {number}", heeds=number < 3) for number in range(5)]
 
         def count(policy: str, after: str, arm: str) -> float:
-            return made.total("after_notes_total", policy=policy, after=after, arm=arm, cause="same_error")
+            return made.total(
+                "after_notes_total", policy=policy, after=after, arm=arm, cause="same_error"
+            )
 
         assert statuses == [200] * 3 + [429] * 2
         assert [count("live", after, "noted") for after in AFTER] == [5, 2, 3, 2, 0]
         assert [count("next", after, "not_noted") for after in AFTER] == [5, 0, 3, 0, 2]
         same = {"detector": "default", "cause": "same_error", "open": 0, "ended": 0}
         rows = [
-            {"policy": "live", "mode": "enforce", "arm": "noted", **same, **dict(zip(AFTER, (5, 2, 3, 2, 0), strict=True))},
-            {"policy": "next", "mode": "shadow", "arm": "not_noted", **same, **dict(zip(AFTER, (5, 0, 3, 0, 2), strict=True))},
+            {
+                "policy": "live",
+                "mode": "enforce",
+                "arm": "noted",
+                **same,
+                **dict(zip(AFTER, (5, 2, 3, 2, 0), strict=True)),
+            },
+            {
+                "policy": "next",
+                "mode": "shadow",
+                "arm": "not_noted",
+                **same,
+                **dict(zip(AFTER, (5, 0, 3, 0, 2), strict=True)),
+            },
         ]
-        eventually(lambda: made.replicas[0].ask("/loops")["after_notes"] == rows, "what both have seen")
+        eventually(
+            lambda: made.replicas[0].ask("/loops")["after_notes"] == rows, "what both have seen"
+        )
         assert "After the first note" in made.replicas[1].get("/")[1]
 
-        said = ("live: steered 5: 3 turned round, 2 landed\n", "candidate: not steered 5: 3 turned round, 2 refused\n")
+        said = (
+            "live: steered 5: 3 turned round, 2 landed\n",
+            "candidate: not steered 5: 3 turned round, 2 refused\n",
+        )
 
         def shows_status() -> bool:
             out = Run(capsys, "canary", "status", "--admin", made.replicas[1].admin_url).out
@@ -125,18 +184,30 @@ GOES_ON = as_chat([Did((("check", {}),), ("pending",))])
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[tuple[Stack, Model]]:
-    with open_before_model(json.loads(Path(find_preset("agents")).read_text()), replicas=2) as opened:
+    with open_before_model(
+        json.loads(Path(find_preset("agents")).read_text()), replicas=2
+    ) as opened:
         yield opened
 
 
 @pytest.mark.parametrize(
-    ("body", "failure"), [(BEGINS, whole(error={})._replace(status=529)), (GOES_ON, HUNG_UP)], ids=["5xx", "cut off"]
+    ("body", "failure"),
+    [(BEGINS, whole(error={})._replace(status=529)), (GOES_ON, HUNG_UP)],
+    ids=["5xx", "cut off"],
 )
-def test_retries_in_an_outage_are_no_loop(made: tuple[Stack, Model], body: dict[str, Any], failure: Reply) -> None:
-    """Each is taken back once Envoy has logged it. When the upstream is back, repetitions are a loop."""
+def test_retries_in_an_outage_are_no_loop(
+    made: tuple[Stack, Model], body: dict[str, Any], failure: Reply
+) -> None:
+    """Each is taken back once Envoy has logged it.
+
+    When the upstream is back, repetitions are a loop.
+    """
     one, model = made
     send = partial(
-        one.post, "/v1/chat/completions", body, {"authorization": f"Bearer {failure.status}-{len(body['messages'])}"}
+        one.post,
+        "/v1/chat/completions",
+        body,
+        {"authorization": f"Bearer {failure.status}-{len(body['messages'])}"},
     )
     count = partial(one.total, "access_log_entries_total", result="taken")
     loops, logged = one.total("loops_detected_total"), count()

@@ -36,7 +36,9 @@ from tests.support.usage import (
     write_event,
 )
 
-pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no events: tokens are NOT tested")
+pytestmark = pytest.mark.skipif(
+    envoy_version() < (1, 38), reason="this Envoy reads no events: tokens are NOT tested"
+)
 
 LIMIT = 2**20
 POLICIES = bundle(
@@ -60,13 +62,20 @@ class Gateway:
         self._numbers = count()
 
     @contextmanager
-    def send(self, reply: Reply, path: str = "/v1/x", **headers: str) -> Iterator[http.client.HTTPResponse]:
+    def send(
+        self, reply: Reply, path: str = "/v1/x", **headers: str
+    ) -> Iterator[http.client.HTTPResponse]:
         """Sends a request; yields the answer, of which only the headers are read."""
         self.model.reply = reply
         self.session = f"session-{next(self._numbers)}"
         connection = http.client.HTTPConnection("127.0.0.1", self.made.envoy.port, timeout=PATIENCE)
         try:
-            connection.request("POST", path, b"x" * 400, {"x-user-id": "ann", "x-session-id": self.session, **headers})
+            connection.request(
+                "POST",
+                path,
+                b"x" * 400,
+                {"x-user-id": "ann", "x-session-id": self.session, **headers},
+            )
             yield connection.getresponse()
         finally:
             connection.close()
@@ -74,10 +83,15 @@ class Gateway:
     def tell(self) -> tuple[Usage, dict[str, Any]]:
         """The tokens of the newest request, and the report of its session, once it is over."""
         run = await_session(self.made, self.session, total_step_count=1, reserved_cost=0.0)
-        used = [run["usage"][f"{name}_tokens"] for name in ("input", "output", "cache_read", "cache_write")]
+        used = [
+            run["usage"][f"{name}_tokens"]
+            for name in ("input", "output", "cache_read", "cache_write")
+        ]
         return Usage(*used), run
 
-    def ask(self, reply: Reply, path: str = "/v1/x", **headers: str) -> tuple[Usage, dict[str, Any]]:
+    def ask(
+        self, reply: Reply, path: str = "/v1/x", **headers: str
+    ) -> tuple[Usage, dict[str, Any]]:
         """Usage and report of a request whose answer was read to its end."""
         with self.send(reply, path, **headers) as answer, suppress(http.client.IncompleteRead):
             answer.read()
@@ -97,7 +111,12 @@ def spell(api: str, kind: str, *, sized: bool = False) -> tuple[Reply, str, Usag
 
 
 KINDS = (
-    *("application/vnd.api+json", "application/problem+json; charset=utf-8", "text/json;charset=utf-8", "Application/JSON"),
+    *(
+        "application/vnd.api+json",
+        "application/problem+json; charset=utf-8",
+        "text/json;charset=utf-8",
+        "Application/JSON",
+    ),
     *("APPLICATION/JSON; charset=UTF-8", "application/json ; charset=utf-8", ""),
 )
 READ = {
@@ -123,11 +142,20 @@ def test_reported_tokens_and_cost_are_exact(gateway: Gateway, answer: str) -> No
     assert gateway.model.encodings is None  # Envoy cannot read compressed answers
 
 
-@pytest.mark.parametrize("count", [7, 0, 12.9, "900", " 9 ", True, None, -1, 10**10, 1e300, "many", "nan", "", [7], {"n": 7}])
+@pytest.mark.parametrize(
+    "count",
+    [7, 0, 12.9, "900", " 9 ", True, None, -1, 10**10, 1e300, "many", "nan", "", [7], {"n": 7}],
+)
 def test_odd_counts_are_read_alike_in_streams(gateway: Gateway, count: object) -> None:
-    answer = {"model": "m", "usage": {"prompt_tokens": count, "completion_tokens": 5, "prompt_tokens_details": None}}
+    answer = {
+        "model": "m",
+        "usage": {"prompt_tokens": count, "completion_tokens": 5, "prompt_tokens_details": None},
+    }
 
-    (document, of_document), (event, of_event) = gateway.ask(whole(**answer)), gateway.ask(stream(answer))
+    (document, of_document), (event, of_event) = (
+        gateway.ask(whole(**answer)),
+        gateway.ask(stream(answer)),
+    )
 
     assert event == document
     assert of_event["actual_cost"] == of_document["actual_cost"]
@@ -143,19 +171,46 @@ def test_odd_counts_are_read_alike_in_streams(gateway: Gateway, count: object) -
         (Reply([COMPRESSED], headers={"content-encoding": "gzip"}), len(COMPRESSED)),
         (Reply([b"a" * 1_000], "text/plain"), 250),
         (Reply([b"a" * 1_000], ""), 250),
-        (stream(*[{"usage": each, "text": "a" * 400} for each in ("none", {}, [CHAT_USAGE], {"a": "a" * 9_000})]), 85),
+        (
+            stream(
+                *[
+                    {"usage": each, "text": "a" * 400}
+                    for each in ("none", {}, [CHAT_USAGE], {"a": "a" * 9_000})
+                ]
+            ),
+            85,
+        ),
         (Reply([b'{"usage": "none", "text": "' + b"a" * 971 + b'"}']), 250),
-        (Reply([json.dumps({"usage": CHAT_USAGE, "b64_json": "a" * 2 * LIMIT}).encode()], whole=True), 131_072),
+        (
+            Reply(
+                [json.dumps({"usage": CHAT_USAGE, "b64_json": "a" * 2 * LIMIT}).encode()],
+                whole=True,
+            ),
+            131_072,
+        ),
     ],
-    ids=["stream", "in capitals", "converse stream", "gzip", "text", "no type", "other usage", "JSON without usage", "large"],
+    ids=[
+        "stream",
+        "in capitals",
+        "converse stream",
+        "gzip",
+        "text",
+        "no type",
+        "other usage",
+        "JSON without usage",
+        "large",
+    ],
 )
-def test_tokens_of_answers_without_usage_are_estimated(gateway: Gateway, reply: Reply, output: int) -> None:
+def test_tokens_of_answers_without_usage_are_estimated(
+    gateway: Gateway, reply: Reply, output: int
+) -> None:
     """From the sizes. An answer that exceeds Envoy's buffer passes unread."""
     with gateway.send(reply) as answer:
         assert answer.read() == b"".join([part for part in reply.parts if isinstance(part, bytes)])
     usage, run = gateway.tell()
 
-    assert usage == Usage(100, pytest.approx(output, rel=0.2), 0, 0)  # type: ignore[arg-type]  # compares as a number
+    # Compares as a number
+    assert usage == Usage(100, pytest.approx(output, rel=0.2), 0, 0)  # type: ignore[arg-type]
     assert run["estimated_cost"] == run["actual_cost"] > 0
 
 
@@ -186,10 +241,15 @@ def test_client_that_hangs_up_pays_for_what_came(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize(
     ("reply", "failed"),
-    [(whole(error={})._replace(status=status), failed) for status, failed in ((500, 1), (503, 1), (529, 1), (429, 0), (400, 0))]
+    [
+        (whole(error={})._replace(status=status), failed)
+        for status, failed in ((500, 1), (503, 1), (529, 1), (429, 0), (400, 0))
+    ]
     + [(HUNG_UP, 1)],  # Envoy answers in place of an upstream that closed the connection
 )
-def test_upstream_errors_cost_nothing_and_count_as_failures(gateway: Gateway, reply: Reply, failed: int) -> None:
+def test_upstream_errors_cost_nothing_and_count_as_failures(
+    gateway: Gateway, reply: Reply, failed: int
+) -> None:
     """Errors of the client are no failures."""
     usage, run = gateway.ask(reply)
 
@@ -197,7 +257,9 @@ def test_upstream_errors_cost_nothing_and_count_as_failures(gateway: Gateway, re
     assert (run["usage"]["failed_answers"], run["actual_cost"]) == (failed, 0)
 
 
-@pytest.mark.parametrize(("path", "kind"), [("/v1/x", EVENTS), ("/v1/beta/models/m:streamGenerateContent", JSON)])
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/x", EVENTS), ("/v1/beta/models/m:streamGenerateContent", JSON)]
+)
 def test_stream_reaches_the_client_event_by_event(gateway: Gateway, path: str, kind: str) -> None:
     """Gemini streams JSON as well."""
     got = threading.Event()
@@ -213,7 +275,11 @@ def test_stream_reaches_the_client_event_by_event(gateway: Gateway, path: str, k
         assert answer.read() == b", {}]"
 
 
-@pytest.mark.parametrize("reply", [whole(usage=CHAT_USAGE), stream({**DELTA, "usage": CHAT_USAGE})], ids=["document", "stream"])
+@pytest.mark.parametrize(
+    "reply",
+    [whole(usage=CHAT_USAGE), stream({**DELTA, "usage": CHAT_USAGE})],
+    ids=["document", "stream"],
+)
 def test_tokens_are_read_on_routes_chosen_late(gateway: Gateway, reply: Reply) -> None:
     usage, run = gateway.ask(reply, "/late/v1/x")
 

@@ -94,20 +94,38 @@ _VARYING = re.compile(
 
 
 _TURN = [
-    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}],
+    },
     {"role": "tool", "tool_call_id": "c", "content": "no such file"},
 ]
-_CALLS = json.dumps({"user": "u", "messages": [{"role": "user", "content": "go"}, *_TURN * 3]}).encode()
-_FRACTIONS = b'{"user": "u", "embedding": [%s1], "messages": [{"role": "user", "content": "hi"}]}' % (b"1.5," * 10_001)
+_CALLS = json.dumps(
+    {"user": "u", "messages": [{"role": "user", "content": "go"}, *_TURN * 3]}
+).encode()
+_FRACTIONS = (
+    b'{"user": "u", "embedding": [%s1], "messages": [{"role": "user", "content": "hi"}]}'
+    % (b"1.5," * 10_001)
+)
 
 
 def _traffic(made: Stack) -> list[tuple[bytes, ...]]:
     """Raw answers to a mix of requests, and the requests that reached the upstream."""
     raw: list[tuple[bytes, ...]] = []
     for path in ("/reject", "/warn", "/other"):
-        for body in (b"", b"same", b"same", b"same", b"x" * 200_000, b"x" * 200_000, *[_CALLS] * 3, *[_FRACTIONS] * 3):
+        for body in (
+            b"",
+            b"same",
+            b"same",
+            b"same",
+            b"x" * 200_000,
+            b"x" * 200_000,
+            *[_CALLS] * 3,
+            *[_FRACTIONS] * 3,
+        ):
             head = (
-                f"POST {path} HTTP/1.1\r\nhost: h\r\nx-user-id: ann\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+                f"POST {path} HTTP/1.1\r\nhost: h\r\nx-user-id: ann\r\nconnection: "
+                f"close\r\ncontent-length: {len(body)}\r\n\r\n"
             )
             with made.connect() as connection:
                 connection.sendall(head.encode() + body)
@@ -120,16 +138,26 @@ def _traffic(made: Stack) -> list[tuple[bytes, ...]]:
 
 @pytest.fixture(scope="module")
 def without_shadow() -> list[tuple[bytes, ...]]:
-    with stack(bundle(*ENFORCING, policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000))) as made:
+    with stack(
+        bundle(
+            *ENFORCING, policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000)
+        )
+    ) as made:
         return _traffic(made)
 
 
 @pytest.mark.parametrize(
     "preamble",
-    deepen(["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE, _BROKEN_COMPARISON], "", _BROKEN_EVALUATION),
+    deepen(
+        ["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE, _BROKEN_COMPARISON],
+        "",
+        _BROKEN_EVALUATION,
+    ),
     ids=["healthy", "evaluation raises", "looking raises", "store fails", "comparison raises"],
 )
-def test_shadow_policies_change_no_byte(without_shadow: list[tuple[bytes, ...]], preamble: str) -> None:
+def test_shadow_policies_change_no_byte(
+    without_shadow: list[tuple[bytes, ...]], preamble: str
+) -> None:
     with stack(bundle(*SHADOW, *ENFORCING), preamble=preamble) as made:
         traffic = _traffic(made)
 
@@ -142,17 +170,38 @@ def test_shadow_policies_change_no_byte(without_shadow: list[tuple[bytes, ...]],
             assert made.loopguard.metric("store_errors_total", kind="connection") > 0
         else:
             for action in ("reject", "throttle", "warn"):
-                assert made.loopguard.metric("loops_detected_total", policy=f"s-{action}", mode="shadow", action=action) > 0
+                assert (
+                    made.loopguard.metric(
+                        "loops_detected_total", policy=f"s-{action}", mode="shadow", action=action
+                    )
+                    > 0
+                )
             for detector in ("canonical", "tail", "tool_calls"):
-                assert made.loopguard.metric("detections_total", policy="s-looks", detector=detector, mode="shadow") > 0
-            assert made.loopguard.metric("uncounted_total", policy="s-body", reason="inspect_limit") > 0
+                assert (
+                    made.loopguard.metric(
+                        "detections_total", policy="s-looks", detector=detector, mode="shadow"
+                    )
+                    > 0
+                )
+            assert (
+                made.loopguard.metric("uncounted_total", policy="s-body", reason="inspect_limit")
+                > 0
+            )
 
 
 def test_canary_counts_apart_and_shows_in_access_log(shared: Stack, user: dict[str, str]) -> None:
     before = shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow")
     assert shared.repeat("/beside", 3, headers=user) == [200, 200, 429]
-    assert shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow") == before + 2
-    assert shared.envoy.logged("/beside", status=200, loop_shadow_policy="canary")["loop_shadow_action"] == "reject"
+    assert (
+        shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow")
+        == before + 2
+    )
+    assert (
+        shared.envoy.logged("/beside", status=200, loop_shadow_policy="canary")[
+            "loop_shadow_action"
+        ]
+        == "reject"
+    )
 
 
 ENFORCE = "`loopguard init > policies/agents.json`, then `loopguard serve --policy policies/`"
@@ -166,7 +215,11 @@ def watching() -> Iterator[Stack]:
         pytest.skip("this Envoy has no shadow mode partial: it is NOT tested")
     with stack(None, shadow_mode="partial") as made:
         for turn in range(TURNS):
-            made.post("/v1/chat/completions", as_chat([STUCK] * turn), {"authorization": "Bearer sk-stuck"})
+            made.post(
+                "/v1/chat/completions",
+                as_chat([STUCK] * turn),
+                {"authorization": "Bearer sk-stuck"},
+            )
         yield made
 
 
@@ -183,7 +236,10 @@ def test_loop_of_an_api_key_is_reported(watching: Stack) -> None:
         assert seen.header("x-fairvisor-warning") is None
 
 
-SIGNED = "AWS4-HMAC-SHA256 Credential={key}/20261128/us-east-1/bedrock/aws4_request, SignedHeaders=host, Signature={number}"
+SIGNED = (
+    "AWS4-HMAC-SHA256 Credential={key}/20261128/us-east-1/bedrock/aws4_request, "
+    "SignedHeaders=host, Signature={number}"
+)
 ASKED: Any = [{"role": "user", "content": "again"}]
 # By path: the header that shows the key, its form, and a request.
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -195,7 +251,11 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "{key}",
         {"contents": [{"role": "user", "parts": [{"text": "again"}]}]},
     ),
-    "/model/m/converse": ("authorization", SIGNED, {"messages": [{"role": "user", "content": [{"text": "again"}]}]}),
+    "/model/m/converse": (
+        "authorization",
+        SIGNED,
+        {"messages": [{"role": "user", "content": [{"text": "again"}]}]},
+    ),
     "/api/chat": ("authorization", "Bearer {key}", {"messages": ASKED}),
 }
 
@@ -206,14 +266,23 @@ def test_repeated_request_is_a_loop_of_its_key(watching: Stack, path: str) -> No
     header, shown, body = CALLS[path]
     for number in range(14):
         key = f"sk-{path.replace('/', '-')}-{'one' if number % 7 < 5 else 'two'}"
-        assert watching.post(path, {"model": "m", **body}, {header: shown.format(key=key, number=number)}).status == 200
+        assert (
+            watching.post(
+                path, {"model": "m", **body}, {header: shown.format(key=key, number=number)}
+            ).status
+            == 200
+        )
 
     loops = [loop for loop in list_loops(watching.loopguard.ask("/loops")) if loop["path"] == path]
-    assert [(loop["count"], loop["shadow"]) for loop in loops if loop["detector"] == "again"] == [(10, {"throttle": 6})]
+    assert [(loop["count"], loop["shadow"]) for loop in loops if loop["detector"] == "again"] == [
+        (10, {"throttle": 6})
+    ]
     assert "sk-" not in watching.loopguard.get("/loops")[1] + watching.loopguard.output()
 
 
-def test_every_report_says_it_only_watches(watching: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_report_says_it_only_watches(
+    watching: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
     replica = watching.loopguard
     policies = replica.ask("/policies")
     assert main(["top", "--once", "--admin", replica.admin_url]) == 0
@@ -232,7 +301,9 @@ def test_server_with_a_policy_does_not_say_it_watches(shared: Stack) -> None:
     assert "only watches" not in shared.loopguard.get("/")[1] + shared.loopguard.output()
 
 
-def test_empty_policy_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_policy_variable_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It must not turn a guard into a watcher."""
     monkeypatch.setenv("LOOPGUARD_POLICY", "")
 

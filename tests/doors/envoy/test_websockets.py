@@ -41,19 +41,28 @@ def _greet(client: socket.socket) -> None:
     if key is None:
         client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
         return
-    accepted = base64.b64encode(hashlib.sha1(key[1] + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())  # noqa: S324
+    accepted = base64.b64encode(
+        hashlib.sha1(key[1] + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()  # noqa: S324
+    )
     switching = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
     client.sendall(switching + b"sec-websocket-accept: %b\r\n\r\n\x81\x05hello" % accepted)
-    while (frame := client.recv(65_536)) and frame[0] != 0x88:  # short masked texts, each of which comes back
+    while (frame := client.recv(65_536)) and frame[
+        0
+    ] != 0x88:  # short masked texts, each of which comes back
         mask, said = frame[2:6], frame[6:]
-        client.sendall(b"\x81%c%b" % (len(said), bytes(byte ^ mask[place % 4] for place, byte in enumerate(said))))
+        client.sendall(
+            b"\x81%c%b"
+            % (len(said), bytes(byte ^ mask[place % 4] for place, byte in enumerate(said)))
+        )
     client.sendall(b"\x88\x00")  # closed: the client would wait ten seconds for that
 
 
 def _open(made: Stack, path: str, **more: str) -> int:
     """The status of a handshake; a WebSocket that opens is tried out."""
     try:
-        with websockets.sync.client.connect(f"ws://127.0.0.1:{made.envoy.port}{path}", additional_headers=more) as client:
+        with websockets.sync.client.connect(
+            f"ws://127.0.0.1:{made.envoy.port}{path}", additional_headers=more
+        ) as client:
             assert client.recv(PATIENCE) == "hello"
             for word in ("one", "two"):
                 client.send(word)
@@ -68,8 +77,13 @@ _TOLERANT = pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode 
 
 @pytest.mark.parametrize("body_mode", ["strict", pytest.param("tolerant", marks=_TOLERANT)])
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
-def test_websockets_for_model_calls_are_refused_and_others_stream(transport: str, body_mode: str) -> None:
-    """Codex gets 426 and falls back to POST, whatever methods the policy names. In shadow all pass."""
+def test_websockets_for_model_calls_are_refused_and_others_stream(
+    transport: str, body_mode: str
+) -> None:
+    """Codex gets 426 and falls back to POST, whatever methods the policy names.
+
+    In shadow all pass.
+    """
     document = bundle(
         policy("preset", POSTS, **USER, missing_descriptor="require_one"),
         policy("azure", {"pathPrefix": "/openai/", "methods": ["POST"]}, body="ignore"),
@@ -79,11 +93,27 @@ def test_websockets_for_model_calls_are_refused_and_others_stream(transport: str
         policy("any", {"pathPrefix": "/any/"}, threshold_identical_requests=2),
     )
     flags = ["--transport", transport]
-    with listening(_greet) as upstream, stack(document, *flags, upstream=upstream, body_mode=body_mode) as made:
-        refused = [_open(made, "/v1/responses"), _open(made, "/openai/v1/responses?api-version=preview", x_user_id="ann")]
-        others = ["/v1/realtime", "/shadow/v1/responses", "/elsewhere/v1/responses", *["/any/chat"] * 4]
+    with (
+        listening(_greet) as upstream,
+        stack(document, *flags, upstream=upstream, body_mode=body_mode) as made,
+    ):
+        refused = [
+            _open(made, "/v1/responses"),
+            _open(made, "/openai/v1/responses?api-version=preview", x_user_id="ann"),
+        ]
+        others = [
+            "/v1/realtime",
+            "/shadow/v1/responses",
+            "/elsewhere/v1/responses",
+            *["/any/chat"] * 4,
+        ]
         passed = [_open(made, path) for path in others]
-        posted = [made.send("/v1/responses", method="POST", body=b"{}", headers={"x-user-id": "ann"}).status for _ in range(3)]
+        posted = [
+            made.send(
+                "/v1/responses", method="POST", body=b"{}", headers={"x-user-id": "ann"}
+            ).status
+            for _ in range(3)
+        ]
 
         assert refused == [426, 426]
         assert passed == [101] * 7
@@ -103,13 +133,21 @@ def test_websocket_for_model_calls_over_http2_is_refused() -> None:
     def connecting(config: str) -> str:
         options = "http2_protocol_options:\n            initial_stream"
         assert options in config
-        return config.replace(options, options.replace("initial", "allow_connect: true\n            initial"), 1)
+        return config.replace(
+            options, options.replace("initial", "allow_connect: true\n            initial"), 1
+        )
 
     with stack(bundle(policy("p", POSTS)), edit=connecting) as made, made.connect() as connection:
         settings = h2.config.H2Configuration(validate_outbound_headers=False)
         http = h2.connection.H2Connection(settings)
         http.initiate_connection()
-        lines = {":method": "CONNECT", ":protocol": "websocket", ":scheme": "http", ":path": "/v1/responses", ":authority": "h"}
+        lines = {
+            ":method": "CONNECT",
+            ":protocol": "websocket",
+            ":scheme": "http",
+            ":path": "/v1/responses",
+            ":authority": "h",
+        }
         connection.sendall(http.data_to_send())
         http.receive_data(connection.recv(65_536))  # that it takes an extended CONNECT
         http.send_headers(1, [*lines.items(), ("sec-websocket-version", "13")])
@@ -136,7 +174,11 @@ def test_websocket_refusal_says_to_use_post() -> None:
     answer = decoded(exchange(make_service(policy("p", POSTS)), handshake())[-1])
 
     told = headers_of(answer)
-    assert (told["Upgrade"], told["Connection"], told["x-should-retry"]) == ("HTTP/1.1", "Upgrade", "false")
+    assert (told["Upgrade"], told["Connection"], told["x-should-retry"]) == (
+        "HTTP/1.1",
+        "Upgrade",
+        "false",
+    )
     error = json.loads(answer.immediate_response.body)["error"]
     assert error["code"] == WHY
     assert "by HTTP POST" in error["message"]
@@ -176,9 +218,13 @@ _OF_SPEC = ("uncountable", "bypass")
         ({"bypass": [{"header": "x-trusted"}]}, handshake(), 426),
     ],
 )
-def test_websockets_are_refused_by_path_host_and_route(made: dict[str, Any], message: ProcessingRequest, expected: int) -> None:
+def test_websockets_are_refused_by_path_host_and_route(
+    made: dict[str, Any], message: ProcessingRequest, expected: int
+) -> None:
     """By every enforcing policy; only the methods of its selector are ignored."""
-    document = policy("p", **({"selector": POSTS} | {key: made[key] for key in made if key not in _OF_SPEC}))
+    document = policy(
+        "p", **({"selector": POSTS} | {key: made[key] for key in made if key not in _OF_SPEC})
+    )
     document["spec"] |= {key: made[key] for key in made if key in _OF_SPEC}
     service = make_service(document)
 

@@ -21,11 +21,26 @@ BUFFER = 65_536
 POST = {"methods": ["POST"]}
 BY_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "missing_descriptor": "require_one"}
 POLICIES = bundle(
-    policy("agents", {"pathPrefix": "/v1/", **POST}, similarity="turns", max_inspect_bytes=2_048, **BY_USER),
-    policy("merged", {"pathPrefix": "/share/", **POST}, limit_keys=["header:x-user-id"], missing_descriptor="share"),
+    policy(
+        "agents",
+        {"pathPrefix": "/v1/", **POST},
+        similarity="turns",
+        max_inspect_bytes=2_048,
+        **BY_USER,
+    ),
+    policy(
+        "merged",
+        {"pathPrefix": "/share/", **POST},
+        limit_keys=["header:x-user-id"],
+        missing_descriptor="share",
+    ),
     {
         "id": "limits",
-        "spec": {"selector": {"pathPrefix": "/limited/", **POST}, **BY_USER, "session_limits": {"max_steps": 3}},
+        "spec": {
+            "selector": {"pathPrefix": "/limited/", **POST},
+            **BY_USER,
+            "session_limits": {"max_steps": 3},
+        },
     },
     {
         "id": "passing",
@@ -33,7 +48,11 @@ POLICIES = bundle(
             "selector": {"pathPrefix": "/bypass/", **POST},
             **BY_USER,
             "bypass": [{"header": "x-internal"}],
-            "loop_detection": {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 5},
+            "loop_detection": {
+                "enabled": True,
+                "window_seconds": 60,
+                "threshold_identical_requests": 5,
+            },
         },
     },
 )
@@ -56,7 +75,12 @@ class Doctor:
         return found
 
     def find_all(self, reason: str) -> list[dict[str, Any]]:
-        return [finding for report in self.reports for finding in report["findings"] if finding["reason"] == reason]
+        return [
+            finding
+            for report in self.reports
+            for finding in report["findings"]
+            if finding["reason"] == reason
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +95,9 @@ def send(made: Stack, target: str, body: object = HELLO, **headers: str) -> None
     assert made.send(target, method="POST", body=data, headers=named).status == 200
 
 
-def test_doctor_reports_that_no_request_has_come(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_that_no_request_has_come(
+    made: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
     if made.upstream.seen:
         pytest.skip("other tests have sent requests already")
     doctor = Doctor(capsys, made.loopguard)
@@ -81,10 +107,15 @@ def test_doctor_reports_that_no_request_has_come(made: Stack, capsys: pytest.Cap
     assert "no request has reached Loopguard yet" in doctor.text
 
     main(["top", "--once", "--admin", made.loopguard.admin_url])
-    assert "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`" in flat(capsys)
+    assert (
+        "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`"
+        in flat(capsys)
+    )
 
 
-def test_log_readyz_and_doctor_name_the_build(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_readyz_and_doctor_name_the_build(
+    made: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
     doctor = Doctor(capsys, made.loopguard)
 
     assert made.loopguard.ask("/readyz")["build"] == doctor.reports[0]["build"] == BUILD
@@ -106,11 +137,21 @@ FINDINGS: dict[str, tuple[Callable[[Stack], None], dict[str, Any]]] = {
     ),
     "shared caller": (
         lambda made: send(made, "/share/a"),
-        {"policy": "merged", "place": "/policies/1/spec/limit_keys", "says": "so they count as one caller"},
+        {
+            "policy": "merged",
+            "place": "/policies/1/spec/limit_keys",
+            "says": "so they count as one caller",
+        },
     ),
     "unnamed": (
-        lambda made: send(made, "/limited/a", {"input": "hi", "previous_response_id": "resp_1"}, **ANN),
-        {"policy": "limits", "place": "/policies/2/spec/session_limits", "says": "name no session and show no conversation"},
+        lambda made: send(
+            made, "/limited/a", {"input": "hi", "previous_response_id": "resp_1"}, **ANN
+        ),
+        {
+            "policy": "limits",
+            "place": "/policies/2/spec/session_limits",
+            "says": "name no session and show no conversation",
+        },
     ),
     "no_messages": (
         lambda made: send(made, "/v1/embeddings", {"input": 5}, **ANN),
@@ -126,14 +167,20 @@ FINDINGS: dict[str, tuple[Callable[[Stack], None], dict[str, Any]]] = {
     ),
     "inspect_limit": (
         lambda made: send(made, CHAT, {**HELLO, "pad": "x" * 4_096}, **ANN),
-        {"policy": "agents", "place": "/policies/0/spec/loop_detection", "says": "max_inspect_bytes"},
+        {
+            "policy": "agents",
+            "place": "/policies/0/spec/loop_detection",
+            "says": "max_inspect_bytes",
+        },
     ),
     "body_truncated": (
         lambda made: send(made, CHAT, {**HELLO, "pad": "x" * 4 * BUFFER}, **ANN),
         {"policy": "agents", "place": "/policies/0", "says": "Envoy's buffer limit"},
     ),
     "grpc": (
-        lambda made: send(made, CHAT, b"\0\0\0\0\0", content_type="application/grpc", te="trailers", **ANN),
+        lambda made: send(
+            made, CHAT, b"\0\0\0\0\0", content_type="application/grpc", te="trailers", **ANN
+        ),
         {"policy": "agents", "place": "/policies/0/spec/loop_detection", "says": "streams"},
     ),
 }
@@ -150,9 +197,17 @@ def test_doctor_names_unguarded_traffic_and_the_line_to_change(
 
     found = doctor.find(reason)
     assert doctor.code == 1
-    assert (found["level"], found["policy"], found["mode"]) == ("problem", expected["policy"], "enforce")
+    assert (found["level"], found["policy"], found["mode"]) == (
+        "problem",
+        expected["policy"],
+        "enforce",
+    )
     assert found["route"].startswith("guarded:/")
-    assert found["place"].removeprefix(str(made.folder)).startswith(f"/policies/policies.json: {expected['place']}")
+    assert (
+        found["place"]
+        .removeprefix(str(made.folder))
+        .startswith(f"/policies/policies.json: {expected['place']}")
+    )
     assert expected["says"] in found["text"]
     assert 1 <= found["requests"] <= found["of"]
     assert found["change"] in doctor.text
@@ -182,7 +237,11 @@ def test_bypassed_requests_are_no_problem(made: Stack, capsys: pytest.CaptureFix
     send(made, "/bypass/a", x_internal="1", **ANN)
 
     found = Doctor(capsys, made.loopguard).find("bypass")
-    assert (found["level"], found["change"], found["text"]) == ("note", None, "match an entry of the policy's bypass")
+    assert (found["level"], found["change"], found["text"]) == (
+        "note",
+        None,
+        "match an entry of the policy's bypass",
+    )
 
 
 def knows(replica: Loopguard, requests: int) -> bool:
@@ -205,7 +264,10 @@ def test_every_empty_table_names_doctor(made: Stack, capsys: pytest.CaptureFixtu
 
 
 def test_replicas_on_one_store_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with server() as valkey, stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made:
+    with (
+        server() as valkey,
+        stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made,
+    ):
         for _ in range(20):
             send(made, CHAT, **ANN)
         for _ in range(20):
@@ -218,10 +280,14 @@ def test_replicas_on_one_store_are_counted_once(capsys: pytest.CaptureFixture[st
         assert (report["seen"]["guarded"], report["seen"]["not_guarded"]) == (20, 20)
         assert len(report["replicas"]) == 2
         assert doctor.find("missing_descriptor")["requests"] == 20
-        assert not [finding for finding in report["findings"] if finding["reason"] == "memory_store"]
+        assert not [
+            finding for finding in report["findings"] if finding["reason"] == "memory_store"
+        ]
 
 
-def test_several_servers_with_memory_stores_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_servers_with_memory_stores_are_a_problem(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with stack(POLICIES, replicas=2) as made:
         for _ in range(8):
             send(made, CHAT, **ANN)
@@ -230,7 +296,9 @@ def test_several_servers_with_memory_stores_are_a_problem(capsys: pytest.Capture
 
         assert one.code == 0, one.text
         assert " requests in the last 1 min: " in one.text
-        assert {finding["level"] for report in one.reports for finding in report["findings"]} == {"note"}
+        assert {finding["level"] for report in one.reports for finding in report["findings"]} == {
+            "note"
+        }
         assert one.find("memory_store")["level"] == "note"
         levels = {finding["level"] for finding in both.find_all("memory_store")}
         assert (len(both.reports), levels, both.code) == (2, {"problem"}, 1)

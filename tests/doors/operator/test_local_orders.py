@@ -16,7 +16,9 @@ from extproc.cli.main import main
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, stack
 
-POLICY = policy("p", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"], threshold_identical_requests=3)
+POLICY = policy(
+    "p", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"], threshold_identical_requests=3
+)
 BROWSER = {"accept": "text/html"}
 
 
@@ -41,31 +43,48 @@ def ask(running: Stack, user: str) -> int:
 
 def list_commands(loopguard: Loopguard) -> list[str]:
     page = loopguard.get("/", **BROWSER)[1]
-    return [html.unescape(command) for command in re.findall(r"</button> <code>([^<]*)</code>", page)]
+    return [
+        html.unescape(command) for command in re.findall(r"</button> <code>([^<]*)</code>", page)
+    ]
 
 
 def test_commands_on_the_page_run_without_a_token_flag(running: Stack) -> None:
     assert [ask(running, "bob") for _ in range(4)][-1] == 429
     page = running.loopguard.get("/", **BROWSER)[1]
     assert "as its user." in page
-    (free,) = [command for command in list_commands(running.loopguard) if command.startswith("loopguard allow ")]
+    (free,) = [
+        command
+        for command in list_commands(running.loopguard)
+        if command.startswith("loopguard allow ")
+    ]
 
     assert main(shlex.split(free)[1:]) == 0
 
     assert ask(running, "bob") == 200
-    assert all(main(shlex.split(command)[1:]) == 0 for command in dict.fromkeys(list_commands(running.loopguard)))
+    assert all(
+        main(shlex.split(command)[1:]) == 0
+        for command in dict.fromkeys(list_commands(running.loopguard))
+    )
     assert f"--admin 127.0.0.1:{running.loopguard.admin_port}" in free
 
 
 def test_localhost_means_127_0_0_1(running: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the name means ::1 first, another user could wait there for the token."""
     resolve = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: resolve("::1" if host == "localhost" else host, *more))
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more: resolve("::1" if host == "localhost" else host, *more),
+    )
 
-    assert main(["block", "--tool", "t", "--admin", f"localhost:{running.loopguard.admin_port}"]) == 0
+    assert (
+        main(["block", "--tool", "t", "--admin", f"localhost:{running.loopguard.admin_port}"]) == 0
+    )
 
 
-def test_missing_token_file_asks_for_a_restart(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_token_file_asks_for_a_restart(
+    running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (file,) = runtime.iterdir()
     file.unlink()
 
@@ -74,9 +93,14 @@ def test_missing_token_file_asks_for_a_restart(running: Stack, runtime: Path, ca
     assert f"503: {file}: No such file or directory; restart the server" in capsys.readouterr().err
 
 
-def test_token_file_readable_by_others_is_refused(running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_file_readable_by_others_is_refused(
+    running: Stack, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (file,) = runtime.iterdir()
-    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(runtime.stat().st_mode)) == (0o600, 0o700)
+    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(runtime.stat().st_mode)) == (
+        0o600,
+        0o700,
+    )
     assert f"admin_token_file={file} " in running.loopguard.output()
     file.chmod(0o644)
 
@@ -105,7 +129,9 @@ def test_port_is_read_only_without_a_safe_folder(
         runtime.mkdir(mode=0o755)
     server = Loopguard(tmp_path, *arguments)
     try:
-        assert main(["block", "--tool", "t", "--admin", f"http://localhost:{server.admin_port}"]) == (1 if arguments else 2)
+        assert main(
+            ["block", "--tool", "t", "--admin", f"http://localhost:{server.admin_port}"]
+        ) == (1 if arguments else 2)
         assert "This server takes no orders" in server.get("/", **BROWSER)[1]
         said = capsys.readouterr().err
         if arguments:

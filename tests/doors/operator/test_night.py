@@ -27,10 +27,19 @@ USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 POLICIES = bundle(
     policy("webhooks", {"pathPrefix": "/hook"}, action="warn", escalate={"reject": 20}, **USER),
     policy("agents", {"pathExact": "/v1/chat/completions"}, similarity="tool_calls", **USER),
-    policy("polls", {"pathPrefix": "/poll"}, threshold_identical_requests=2, cooldown_seconds=600, **USER),
+    policy(
+        "polls",
+        {"pathPrefix": "/poll"},
+        threshold_identical_requests=2,
+        cooldown_seconds=600,
+        **USER,
+    ),
 )
 
-CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}]}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}],
+}
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
 
@@ -48,13 +57,19 @@ class Night:
     def send(self, path: str, user: str, times: int = 1, body: bytes = b"{}") -> list[int]:
         """What becomes of equal requests, one after the other."""
         headers = {"x-user-id": user}
-        return [self.made.send(path, method="POST", body=body, headers=headers).status for _ in range(times)]
+        return [
+            self.made.send(path, method="POST", body=body, headers=headers).status
+            for _ in range(times)
+        ]
 
     def order(self, *arguments: str) -> str:
         """Give an order by the command, and wait until it applies on every replica; returns its name."""
         known = self.read_orders()
         assert main([*arguments, *self.asked]) == 0
-        eventually(lambda: (now := self.read_orders())[0] == now[1] != known[1], "the same order everywhere")
+        eventually(
+            lambda: (now := self.read_orders())[0] == now[1] != known[1],
+            "the same order everywhere",
+        )
         newest: str = json.loads(self.read_orders()[0])["overrides"][0]["override"]
         return newest
 
@@ -63,7 +78,10 @@ class Night:
 
     def read_loops(self) -> list[dict[str, dict[str, Any]]]:
         """What each replica reports, by user."""
-        return [{loop["descriptors"]["x-user-id"]: loop for loop in loops} for loops in self._list_loops()]
+        return [
+            {loop["descriptors"]["x-user-id"]: loop for loop in loops}
+            for loops in self._list_loops()
+        ]
 
     def count_loops(self) -> list[int]:
         """How many conversations each replica knows of."""
@@ -86,7 +104,11 @@ class Night:
 
         def probe() -> dict[str, Any] | None:
             events = [event for _, batch in list(self.told.batches) for event in json.loads(batch)]
-            found = [event for event in events if (event["type"], event["subject"]) == (f"io.loopguard.{kind}.v1", subject)]
+            found = [
+                event
+                for event in events
+                if (event["type"], event["subject"]) == (f"io.loopguard.{kind}.v1", subject)
+            ]
             return found[0] if found else None
 
         return eventually(probe, f"an event {kind} about {subject}")
@@ -94,12 +116,23 @@ class Night:
 
 @pytest.fixture(scope="module")
 def night() -> Iterator[Night]:
-    with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey, receiving(204) as told:
+    with (
+        tempfile.TemporaryDirectory(prefix="lg") as name,
+        server() as valkey,
+        receiving(204) as told,
+    ):
         tokens, authority = Path(name) / "tokens", Path(name) / "ca.pem"
         tokens.write_text(TOKEN)
         CA.cert_pem.write_to_path(str(authority))
         events = ("--events", told.url, "--events-ca", str(authority))
-        flags = ("--store", f"redis://{valkey.address}", "--admin-token-file", str(tokens), "--show-callers", *events)
+        flags = (
+            "--store",
+            f"redis://{valkey.address}",
+            "--admin-token-file",
+            str(tokens),
+            "--show-callers",
+            *events,
+        )
         with stack(POLICIES, *flags, replicas=2) as made:
             asked = ["--admin", made.replicas[0].admin_url, "--token-file", str(tokens)]
             yield Night(made, valkey, told, flags, asked)
@@ -123,13 +156,22 @@ def test_every_replica_distinguishes_the_three_loopers(night: Night) -> None:
 
     def describe(loops: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
         return {
-            user: (loop["policy"], loop["path"], loop["tools"], loop["warned"], loop["refused"]) for user, loop in loops.items()
+            user: (loop["policy"], loop["path"], loop["tools"], loop["warned"], loop["refused"])
+            for user, loop in loops.items()
         }
 
-    eventually(lambda: [describe(loops) for loops in night.read_loops()] == [expected, expected], "all loops on both replicas")
+    eventually(
+        lambda: [describe(loops) for loops in night.read_loops()] == [expected, expected],
+        "all loops on both replicas",
+    )
     for replica in night.made.replicas:
         page = re.sub(r"\s+", " ", replica.get("/")[1])
-        for shown in ("3 active loops", "2 replicas", *(f"x-user-id: <b>{user}</b>" for user in expected), "search_the_web"):
+        for shown in (
+            "3 active loops",
+            "2 replicas",
+            *(f"x-user-id: <b>{user}</b>" for user in expected),
+            "search_the_web",
+        ):
             assert shown in page, shown
         assert "healthy" not in page
 
@@ -144,8 +186,13 @@ def test_one_command_frees_or_stops_a_caller_everywhere(night: Night) -> None:
     night.order("block", "--caller", "x-user-id=runaway", "--for", "30m")
 
     assert night.send("/poll", "honest", 12) == [200] * 12
-    answers = [made.send(f"/hook/{n}", method="POST", body=b"{}", headers={"x-user-id": "runaway"}) for n in range(12)]
-    assert {(answer.status, answer.headers["x-fairvisor-reason"]) for answer in answers} == {(429, "blocked")}
+    answers = [
+        made.send(f"/hook/{n}", method="POST", body=b"{}", headers={"x-user-id": "runaway"})
+        for n in range(12)
+    ]
+    assert {(answer.status, answer.headers["x-fairvisor-reason"]) for answer in answers} == {
+        (429, "blocked")
+    }
     assert int(answers[0].headers["retry-after"]) > 1_700
     assert made.envoy.logged("/hook/0", status=429)["loop_reason"] == "blocked"
     for replica in made.replicas:
@@ -156,7 +203,10 @@ def test_one_command_frees_or_stops_a_caller_everywhere(night: Night) -> None:
 def test_sigusr1_hides_and_shows_callers_on_one_replica(night: Night) -> None:
     night.send("/poll", "shown", 2)
     first, second = night.made.replicas
-    for wait, hidden in (("callers are shown by a hash", {True}), ("callers are shown by their values", {False})):
+    for wait, hidden in (
+        ("callers are shown by a hash", {True}),
+        ("callers are shown by their values", {False}),
+    ):
         first.signal(signal.SIGUSR1)
         first.wait_for(f"SIGUSR1: {wait}")
 
@@ -171,10 +221,18 @@ def test_orders_and_loops_are_webhook_events(night: Night) -> None:
     night.order("overrides", "--revoke", blocked)
 
     given = night.find_event("override.given", blocked)["data"]
-    assert (given["kind"], given["reason"], given["who"].endswith("(token)")) == ("block", "incident 7", True)
+    assert (given["kind"], given["reason"], given["who"].endswith("(token)")) == (
+        "block",
+        "incident 7",
+        True,
+    )
     assert night.find_event("loop.released", released)["data"]["kind"] == "release"
     assert night.find_event("override.revoked", blocked)["data"]["override"] == blocked
-    began = eventually(lambda: [event for event in list_began(night.told) if event.get("caller") == {"x-user-id": "eve"}])
+    began = eventually(
+        lambda: [
+            event for event in list_began(night.told) if event.get("caller") == {"x-user-id": "eve"}
+        ]
+    )
     assert {(event["policy"], event["path"]) for event in began} == {("polls", "/poll")}
 
 
@@ -194,16 +252,26 @@ def test_restart_of_both_replicas_loses_no_orders_or_loops(night: Night) -> None
     night.asked[1] = night.made.replicas[0].admin_url
 
     eventually(
-        lambda: [loops.get("stubborn", {}).get("refused") for loops in night.read_loops()] == [8, 8], "all that was refused"
+        lambda: (
+            [loops.get("stubborn", {}).get("refused") for loops in night.read_loops()] == [8, 8]
+        ),
+        "all that was refused",
     )
-    eventually(lambda: night.send("/poll", "stubborn") == [429], "a replica that Envoy has found again")
+    eventually(
+        lambda: night.send("/poll", "stubborn") == [429], "a replica that Envoy has found again"
+    )
     eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
 
 
 def test_loop_promotion_and_store_outage_are_events(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     looked = policy("p", {"pathPrefix": "/"}, mode="shadow", **USER)
-    with server() as valkey, stack(bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)) as made:
+    with (
+        server() as valkey,
+        stack(
+            bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)
+        ) as made,
+    ):
         for _ in range(4):
             made.send("/", headers={"x-user-id": "ann"})
         began = find_event(file, "loop.began")
@@ -225,48 +293,82 @@ def find_event(file: Path, kind: str) -> dict[str, Any]:
     """Wait for the first event of a type in a file."""
 
     def probe() -> dict[str, Any] | None:
-        events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        events = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        )
         return next((event for event in events if event["type"] == f"io.loopguard.{kind}.v1"), None)
 
     return eventually(probe, f"an event {kind}")
 
 
-def test_agents_wait_while_their_tool_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_wait_while_their_tool_is_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From the fifth session on they go on with a note; page, `/loops`, `top` and events have one incident, and no content."""
-    steer: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, **USER}
+    steer: dict[str, Any] = {
+        "similarity": "turns",
+        "action": "steer",
+        "escalate": {"reject": 5},
+        **USER,
+    }
     path, file = "/v1/chat/completions", tmp_path / "events.jsonl"
-    with stack(bundle(policy("agents", {"pathExact": path}, **steer)), "--events", str(file)) as made:
+    with stack(
+        bundle(policy("agents", {"pathExact": path}, **steer)), "--events", str(file)
+    ) as made:
 
         def send(caller: str, task: str) -> int:
             error = "error: disk quota of tenant 4711 exceeded"
-            turns = [Did((("crm.find", {"q": task}),), (error,), "", f"{task}: try {number}", number) for number in range(1, 7)]
+            turns = [
+                Did((("crm.find", {"q": task}),), (error,), "", f"{task}: try {number}", number)
+                for number in range(1, 7)
+            ]
             content = json.dumps(as_chat(turns)).encode()
-            return made.send(path, method="POST", body=content, headers={"x-user-id": caller}).status
+            return made.send(
+                path, method="POST", body=content, headers={"x-user-id": caller}
+            ).status
 
-        assert [send(caller, task) for task in ("invoice", "lead") for caller in ("ann", "bob", "cid")] == [429] * 4 + [200] * 2
+        assert [
+            send(caller, task) for task in ("invoice", "lead") for caller in ("ann", "bob", "cid")
+        ] == [429] * 4 + [200] * 2
         (*_, seen) = made.upstream.seen
         assert b"Tool failing: " in seen.body
         assert b"Wait before you try it again." in seen.body
         report = made.loopguard.ask("/loops")
         (row,) = report["incidents"]
-        assert (row["tool"], row["callers"], row["sessions"], row["not_refused"]) == ("crm.find", 3, 6, 2)
+        assert (row["tool"], row["callers"], row["sessions"], row["not_refused"]) == (
+            "crm.find",
+            3,
+            6,
+            2,
+        )
         for shown in (made.loopguard.get("/")[1], json.dumps(report)):
             assert ("crm.find" in shown, "4711" in shown) == (True, False)
         assert main(["top", "--once", "--admin", made.loopguard.admin_url]) == 0
-        assert re.search("^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE)
+        assert re.search(
+            "^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE
+        )
         event = find_event(file, "tool.failing")
 
     assert (event["subject"], event["data"]["gen_ai.tool.name"]) == ("agents", "crm.find")
     assert event["data"]["sessions"] >= 5
 
 
-def test_blocks_stay_in_force_without_the_store(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_stay_in_force_without_the_store(
+    night: Night, capsys: pytest.CaptureFixture[str]
+) -> None:
     night.order("block", "--caller", "x-user-id=dora")
 
     night.valkey.stop()
-    eventually(lambda: night.send("/poll", f"user-{time.monotonic_ns()}", 2) and _know_that_it_is_away(night.made))
+    eventually(
+        lambda: (
+            night.send("/poll", f"user-{time.monotonic_ns()}", 2)
+            and _know_that_it_is_away(night.made)
+        )
+    )
 
-    answers = [night.made.send(f"/poll/{number}", headers={"x-user-id": "dora"}) for number in range(6)]
+    answers = [
+        night.made.send(f"/poll/{number}", headers={"x-user-id": "dora"}) for number in range(6)
+    ]
     assert {answer.headers.get("x-fairvisor-reason") for answer in answers} == {"blocked"}
     capsys.readouterr()
     assert main(["block", "--caller", "x-user-id=emil", *night.asked]) == 1

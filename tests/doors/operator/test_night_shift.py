@@ -1,7 +1,8 @@
 """A night shift, on the real Envoy with two replicas and a real Valkey: all that a person sees is `loopguard top`.
 
-Three agents loop, a client polls honestly, a tool is down, and others work. Each has to be found, understood, and stopped or
-freed with the commands that the screen shows, as they are, and nothing else.
+Three agents loop, a client polls honestly, a tool is down, and others work. Each has to be found,
+understood, and stopped or freed with the commands that the screen shows, as they are, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Shift(Scene):
 
     def enter(self, command: str) -> str:
         environment = {**os.environ, **self.environment, "COLUMNS": "120"}
-        ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
+        ran = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, check=False, env=environment
+        )
         assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr
         return ran.stdout
 
@@ -55,11 +58,22 @@ class Shift(Scene):
         table, *blocks = self.enter("loopguard top --once --commands").strip().split("\n\n")
         rows = []
         for block in blocks:
-            about = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# ")]
+            about = [
+                line.removeprefix("# ") for line in block.splitlines() if line.startswith("# ")
+            ]
             commands = [line for line in block.splitlines() if not line.startswith("# ")]
             what, _, whom = about[0].partition("  ")
-            lines = [line for line in table.splitlines() if line.startswith(what.partition(" for ")[0]) and whom in line]
-            rows.append(Row("\n".join([*about, *lines]), {command.split()[1]: command for command in commands}))
+            lines = [
+                line
+                for line in table.splitlines()
+                if line.startswith(what.partition(" for ")[0]) and whom in line
+            ]
+            rows.append(
+                Row(
+                    "\n".join([*about, *lines]),
+                    {command.split()[1]: command for command in commands},
+                )
+            )
         return rows
 
     def look_for(self, *words: str, verb: str = "") -> list[Row]:
@@ -79,9 +93,16 @@ def made() -> Iterator[tuple[Stack, dict[str, str]]]:
     with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey:
         tokens = Path(name) / "tokens"
         tokens.write_text("correct-horse-battery-staple")
-        flags = ("--store", f"redis://{valkey.address}", "--admin-token-file", str(tokens), "--show-callers")
+        flags = (
+            "--store",
+            f"redis://{valkey.address}",
+            "--admin-token-file",
+            str(tokens),
+            "--show-callers",
+        )
         with stack(POLICIES, *flags, "--price", "2.50", replicas=2) as parts:
-            # `loopguard` is found as in a shell where it is installed; the second replica is asked, which has not seen it all.
+            # `loopguard` is found as in a shell where it is installed; the second replica is asked,
+            # which has not seen it all.
             environment = {
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                 "LOOPGUARD_ADMIN": f"127.0.0.1:{parts.replicas[1].admin_port}",
@@ -113,9 +134,17 @@ def test_a_night_ends_with_the_commands_that_top_shows(made: tuple[Stack, dict[s
     outage = find(rows, "crm_find fails for 6 sessions of 3 callers", "wait")
     assert not [row.text for row in rows if "healthy" in row.text]
 
-    for row, verb in ((storm, "block"), (stuck, "block"), (spender, "kill"), (poller, "allow"), (outage, "block")):
+    for row, verb in (
+        (storm, "block"),
+        (stuck, "block"),
+        (spender, "kill"),
+        (poller, "allow"),
+        (outage, "block"),
+    ):
         shift.order(row, verb)
-    eventually(lambda: all(len(orders) == 5 for orders in shift.list_orders()), "all orders everywhere")  # as typed
+    eventually(
+        lambda: all(len(orders) == 5 for orders in shift.list_orders()), "all orders everywhere"
+    )  # as typed
 
     assert [shift.storm() for _ in range(4)] == [429] * 4
     assert [shift.chat(turns) for turns in (7, 7, 7, 7)] == [429] * 4
@@ -125,9 +154,14 @@ def test_a_night_ends_with_the_commands_that_top_shows(made: tuple[Stack, dict[s
     assert shift.work() == {200}
 
     # The build is done: what was ordered is taken back from the same screen.
-    after = eventually(lambda: shift.look_for(*callers, verb="overrides"), "all orders on the screen")
+    after = eventually(
+        lambda: shift.look_for(*callers, verb="overrides"), "all orders on the screen"
+    )
     for caller, kind in zip(callers, ("block", "block", "kill", "allow"), strict=True):
         find(after, caller, kind)
     revoked = shift.order(find(after, "poller-eve", "allow"), "overrides").split()[-1]
-    eventually(lambda: not any(revoked in orders for orders in shift.list_orders()), "no allowance any more")
+    eventually(
+        lambda: not any(revoked in orders for orders in shift.list_orders()),
+        "no allowance any more",
+    )
     assert shift.poll() == 429  # it has been counted all the while

@@ -35,8 +35,12 @@ class Running:
         self.loopguard = Loopguard(folder, "--admin-socket", str(self.socket), *arguments)
         self.url = self.loopguard.admin_url
 
-    def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.loopguard.admin_port, timeout=PATIENCE)
+    def ask(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.loopguard.admin_port, timeout=PATIENCE
+        )
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, data, headers or {})
@@ -69,16 +73,29 @@ def reading() -> Iterator[Running]:
 
 
 def test_order_is_given_listed_and_revoked_once(running: Running) -> None:
-    status, given = running.ask("POST", "/overrides", BLOCK | {"reason": "runaway"}, GOOD | {"x-loopguard-operator": "eve@x"})
+    status, given = running.ask(
+        "POST",
+        "/overrides",
+        BLOCK | {"reason": "runaway"},
+        GOOD | {"x-loopguard-operator": "eve@x"},
+    )
 
     assert status == 201
-    assert (given["kind"], given["reason"], given["who"], given["notes"]) == ("block", "runaway", "eve@x (token)", [])
+    assert (given["kind"], given["reason"], given["who"], given["notes"]) == (
+        "block",
+        "runaway",
+        "eve@x (token)",
+        [],
+    )
     assert [override["override"] for override in running.list_standing()] == [given["override"]]
     name = given["override"]
     assert running.ask("DELETE", f"/overrides/{name}", headers=GOOD) == (200, {"revoked": name})
     assert running.ask("DELETE", f"/overrides/{name}", headers=GOOD)[0] == 404
     assert running.list_standing() == []
-    assert re.search(r"override given override=\w+ kind=block .*who=\"eve@x \(token\)\"", running.loopguard.output())
+    assert re.search(
+        r"override given override=\w+ kind=block .*who=\"eve@x \(token\)\"",
+        running.loopguard.output(),
+    )
     assert "override revoked" in running.loopguard.output()
 
 
@@ -107,7 +124,12 @@ def test_client_without_credential_changes_nothing(running: Running, case: str) 
 
     assert (refused, bool(said["error"])) == (status, True)
     assert running.ask("DELETE", "/overrides/x", headers=headers)[0] in (status, 404)
-    assert running.ask("OPTIONS", "/overrides", headers={**headers, "access-control-request-method": "POST"})[0] == 405
+    assert (
+        running.ask(
+            "OPTIONS", "/overrides", headers={**headers, "access-control-request-method": "POST"}
+        )[0]
+        == 405
+    )
     assert running.list_standing() == []
 
 
@@ -115,7 +137,10 @@ def test_port_without_token_file_is_read_only(reading: Running) -> None:
     status, said = reading.ask("POST", "/overrides", BLOCK, GOOD)
 
     assert status == 403
-    assert said["error"] == "this port is read-only: start the server with --admin-token-file, or use --admin-socket"
+    assert (
+        said["error"]
+        == "this port is read-only: start the server with --admin-token-file, or use --admin-socket"
+    )
     assert reading.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 403
     assert reading.ask("GET", "/overrides") == (200, {"overrides": []})
 
@@ -123,7 +148,22 @@ def test_port_without_token_file_is_read_only(reading: Running) -> None:
 def test_admin_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixture[str]) -> None:
     admin = f"unix:{reading.socket}"
 
-    assert main(["block", "--caller", "x-user-id=ann", "--for", "2m", "--reason", "runaway", "--admin", admin]) == 0
+    assert (
+        main(
+            [
+                "block",
+                "--caller",
+                "x-user-id=ann",
+                "--for",
+                "2m",
+                "--reason",
+                "runaway",
+                "--admin",
+                admin,
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     (standing,) = reading.list_standing()
     assert said == f"block {standing['override']} until {standing['ends']}\n"
@@ -144,7 +184,10 @@ def test_replaced_token_file_is_read_again(running: Running) -> None:
         assert running.ask("DELETE", "/overrides/x", headers=second)[0] == 404
         for broken in ("", "short\n"):
             running.tokens.write_text(broken)
-            assert running.ask("DELETE", "/overrides/x", headers={"authorization": "Bearer short"})[0] == 503
+            assert (
+                running.ask("DELETE", "/overrides/x", headers={"authorization": "Bearer short"})[0]
+                == 503
+            )
         running.tokens.unlink()
         assert running.ask("DELETE", "/overrides/x", headers=second)[0] == 503
     finally:
@@ -162,23 +205,45 @@ def test_replaced_token_file_is_read_again(running: Running) -> None:
         ),
         (["allow", "--tool", "t", "--for", "60d"], "--for is at most 30d, not 60d"),
         (["kill", "--session", "a=b", "--for", "721h"], "--for is at most 30d, not 721h"),
-        (["allow", "--caller", "a=b", "--caller", "hash"], "--caller must be NAME=VALUE or 16 hex digits, not 'hash'"),
+        (
+            ["allow", "--caller", "a=b", "--caller", "hash"],
+            "--caller must be NAME=VALUE or 16 hex digits, not 'hash'",
+        ),
         (["release", "--session", "=x"], "--session must be NAME=VALUE or 16 hex digits, not '=x'"),
         (["kill", "--reason", "r"], "give a target: --caller or --session"),
         (["kill", "--tool", "t"], "unrecognized arguments: --tool t"),
-        (["grant", "--session", "a=b"], "give at least one of --steps, --tool-calls, --cost, --agents, --depth, --concurrent-"),
-        (["grant", "--session", "a=b", "--tool", "refund"], "argument --tool: must be NAME=N, such as refund=1, not 'refund'"),
-        (["grant", "--session", "a=b", "--tool", "=1"], "argument --tool: must be NAME=N, such as refund=1, not '=1'"),
-        (["grant", "--session", "a=b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
-        (["block", "--tool", "t", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read"),
+        (
+            ["grant", "--session", "a=b"],
+            "give at least one of --steps, --tool-calls, --cost, --agents, --depth, --concurrent-",
+        ),
+        (
+            ["grant", "--session", "a=b", "--tool", "refund"],
+            "argument --tool: must be NAME=N, such as refund=1, not 'refund'",
+        ),
+        (
+            ["grant", "--session", "a=b", "--tool", "=1"],
+            "argument --tool: must be NAME=N, such as refund=1, not '=1'",
+        ),
+        (
+            ["grant", "--session", "a=b", "--steps", "few"],
+            "argument --steps: invalid int value: 'few'",
+        ),
+        (
+            ["block", "--tool", "t", "--token-file", "/nowhere"],
+            "--token-file /nowhere: cannot be read",
+        ),
     ],
 )
-def test_invalid_command_exits_2_with_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_exits_2_with_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*arguments, "--admin", "http://127.0.0.1:1"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_command_reports_why_the_server_refused(running: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_reports_why_the_server_refused(
+    running: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["block", "--tool", "t", "--admin", running.url]) == 1
     assert "401: no token given: set --token-file, or use --admin-socket" in capsys.readouterr().err
     wrong = tmp_path / "token"
@@ -192,7 +257,9 @@ def test_command_reports_why_the_server_refused(running: Running, capsys: pytest
     assert main(["overrides", "--revoke", said.out.split()[1], *good]) == 0
 
 
-def test_kill_and_grant_commands_act_once(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kill_and_grant_commands_act_once(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = ["--admin", running.url, "--admin", running.url, "--token-file", str(running.tokens)]
     session = ["--session", "header:x-session-id=abc"]
     assert main(["kill", *session, "--caller", "x-user-id=ann", *good]) == 0
@@ -210,7 +277,10 @@ def test_kill_and_grant_commands_act_once(running: Running, capsys: pytest.Captu
     assert [line.split()[1] for line in listed.splitlines()] == ["grant", "grant", "grant", "kill"]
     assert ", +10 steps, +0.07 dollars  in all policies" in listed
     assert ", +1000 tool calls  in all policies" in listed
-    assert ", +5 agents, +1 levels of agents, +2 active agents, +3 agents in a minute  in all policies" in listed
+    assert (
+        ", +5 agents, +1 levels of agents, +2 active agents, +3 agents in a minute  in all policies"
+        in listed
+    )
     for name in names:
         assert main(["overrides", "--revoke", name, *good[2:]]) == 0
 

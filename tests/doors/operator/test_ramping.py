@@ -22,7 +22,13 @@ THRESHOLD = 3
 def ramped(percent: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of the policy
     return bundle(
         policy("p", {"pathPrefix": "/"}, enforce_percent=percent, limit_keys=KEYS, **more),
-        policy("w", {"pathExact": "/warned"}, action="warn", limit_keys=KEYS, threshold_identical_requests=2),
+        policy(
+            "w",
+            {"pathExact": "/warned"},
+            action="warn",
+            limit_keys=KEYS,
+            threshold_identical_requests=2,
+        ),
     )
 
 
@@ -30,7 +36,11 @@ def find_users(lowest: int, highest: int, count: int) -> list[str]:
     """Callers of policy p whose places are within these bounds."""
     ramp = Ramp(1, compile_descriptors(KEYS), "p")
     named = (f"user-{number}" for number in range(10_000))
-    found = [name for name in named if lowest <= ramp.find_place(HttpRequest("GET", "/", "", {USER: name.encode()})) <= highest]
+    found = [
+        name
+        for name in named
+        if lowest <= ramp.find_place(HttpRequest("GET", "/", "", {USER: name.encode()})) <= highest
+    ]
     return found[:count]
 
 
@@ -42,20 +52,30 @@ def grow(made: Stack, percent: int, **more: object) -> None:
     """Change the share, and wait until every replica has it."""
     made.write_policies(ramped(percent, **more))
     eventually(
-        lambda: all(replica.metric("policy_enforce_percent", policy="p") == percent for replica in made.replicas),
+        lambda: all(
+            replica.metric("policy_enforce_percent", policy="p") == percent
+            for replica in made.replicas
+        ),
         "the larger share",
     )
 
 
 def test_replicas_enforce_on_the_same_callers_with_kept_counts() -> None:
     insiders, later, outsiders = find_users(1, 50, 4), find_users(51, 75, 4), find_users(76, 100, 4)
-    with server() as valkey, stack(ramped(50, keep_counts=True), "--store", f"redis://{valkey.address}/0", replicas=2) as made:
+    with (
+        server() as valkey,
+        stack(
+            ramped(50, keep_counts=True), "--store", f"redis://{valkey.address}/0", replicas=2
+        ) as made,
+    ):
         for user in insiders:
             assert send(made, user, "/a", 5) == [200, 200, 429, 429, 429]
         for user in later + outsiders:
             assert send(made, user, "/a", 5) == [200] * 5
         for mode in ("enforce", "shadow"):
-            assert all(replica.metric("requests_total", policy="p", mode=mode) for replica in made.replicas)
+            assert all(
+                replica.metric("requests_total", policy="p", mode=mode) for replica in made.replicas
+            )
 
         grow(made, 75, keep_counts=True)
 
@@ -94,4 +114,9 @@ def test_doctor_reports_a_share_without_callers(capsys: pytest.CaptureFixture[st
     assert "enforce_percent 5 acts on 0 of 3 callers, so it enforces nothing yet" in canary
     assert "enforce_percent" not in later
     (shown,) = json.loads(counted)["canaries"]
-    assert shown["acts_on"] == {"percent": 5, "callers": 1, "of": 4, "text": "enforce_percent 5 acts on 1 of 4 callers"}
+    assert shown["acts_on"] == {
+        "percent": 5,
+        "callers": 1,
+        "of": 4,
+        "text": "enforce_percent 5 acts on 1 of 4 callers",
+    }

@@ -23,13 +23,22 @@ def test_kill_switch_refuses_on_headers_through_envoy(running: Stack) -> None:
 
     answer = running.send("/guarded", method="POST", body=b"{}", headers={"x-user-id": "bad"})
 
-    assert (answer.status, answer.headers["retry-after"], answer.headers["x-fairvisor-reason"]) == (429, "3600", "kill_switch")
+    assert (answer.status, answer.headers["retry-after"], answer.headers["x-fairvisor-reason"]) == (
+        429,
+        "3600",
+        "kill_switch",
+    )
     assert answer.json()["error"]["code"] == "kill_switch"
     assert len(running.upstream.seen) == before
     assert running.send("/guarded", headers={"x-user-id": "good"}).status == 200
     entry = running.envoy.logged("/guarded", status=429)
     assert (entry["loop_action"], entry["loop_reason"]) == ("reject", "kill_switch")
-    assert running.loopguard.metric("kill_switched_total", scope_key="header:x-user-id", mode="enforce") >= 1
+    assert (
+        running.loopguard.metric(
+            "kill_switched_total", scope_key="header:x-user-id", mode="enforce"
+        )
+        >= 1
+    )
 
 
 def test_printed_envoy_configuration_guards_the_switchs_path(running: Stack) -> None:

@@ -52,7 +52,9 @@ def find_slot(tag: str) -> int:
 def name_keys(number: int, node: int) -> list[str]:
     """That many keys of a third of a cluster's slots."""
     tags = spread_tags(TAGS)
-    mine = [f"{place:02x}" for place in range(256) if find_slot(tags[place % TAGS]) * 3 // SLOTS == node]
+    mine = [
+        f"{place:02x}" for place in range(256) if find_slot(tags[place % TAGS]) * 3 // SLOTS == node
+    ]
     return [f"{turn}:{mine[turn % len(mine)]}" for turn in range(number)]
 
 
@@ -82,7 +84,11 @@ def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> No
         for start in range(0, 300, 100):
             driver.count(hits[start : start + 100])
 
-        slots = {six[0].client().cluster("keyslot", key) for node in six[:3] for key in node.client().keys("loopguard:*")}
+        slots = {
+            six[0].client().cluster("keyslot", key)
+            for node in six[:3]
+            for key in node.client().keys("loopguard:*")
+        }
         sizes = [node.client().dbsize() for node in six[:3]]
         assert len(slots) <= TAGS
         assert min(sizes) > 300 / 3 / 2
@@ -95,10 +101,18 @@ def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> No
 def test_a_cluster_user_with_the_least_rights_is_enough(six: list[Server]) -> None:
     """A cluster asks for one more right than a single server does: to ask who has which slots."""
     for node in six:
-        node.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split(), "+cluster|slots")
+        node.client().execute_command(
+            "ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split(), "+cluster|slots"
+        )
 
     with Driver(f"redis+cluster://counter:{SECRET}@{six[0].address}") as driver:
-        driver.count([make_hit(kind, key=f"{kind}-{number}") for kind in WINDOW_TYPES for number in range(50)])
+        driver.count(
+            [
+                make_hit(kind, key=f"{kind}-{number}")
+                for kind in WINDOW_TYPES
+                for number in range(50)
+            ]
+        )
 
         assert driver.store.health() == "ok"
 
@@ -109,7 +123,9 @@ def test_who_has_which_slots_is_asked_of_each_node(six: list[Server]) -> None:
 
     def count_questions() -> list[int]:
         counted = [node.commands() for node in six]
-        return [each.get("cluster|slots", each.get("cluster", 0)) for each in counted]  # Redis 6.2 counts all of `cluster`
+        return [
+            each.get("cluster|slots", each.get("cluster", 0)) for each in counted
+        ]  # Redis 6.2 counts all of `cluster`
 
     before = count_questions()
 
@@ -127,15 +143,24 @@ def test_slots_that_move_are_followed(six: list[Server], client: str) -> None:
     tags = spread_tags(TAGS)
     tag = [tag for tag in tags if find_slot(tag) < SLOTS // 3][client != ""]
     slot, numbers = find_slot(tag), [number for number in range(256) if tags[number % TAGS] == tag]
-    board = next(name for name in map(str, range(256)) if tags[zlib.crc32(name.encode()) % TAGS] == tag)
+    board = next(
+        name for name in map(str, range(256)) if tags[zlib.crc32(name.encode()) % TAGS] == tag
+    )
     with Driver(f"redis+cluster://{six[2].address}{client}") as driver:
-        hits = [make_hit(window_ms=600_000, threshold=100, key=f"{driver.name('moving')}:{number:02x}") for number in numbers]
+        hits = [
+            make_hit(window_ms=600_000, threshold=100, key=f"{driver.name('moving')}:{number:02x}")
+            for number in numbers
+        ]
 
         def request(number: int, sessions: int) -> tuple[list[int], list[int]]:
             tenant, limits = f"sessions:{numbers[0]:02x}", limit(idle_ms=600_000)
             keys = [f"moving:{name}:{numbers[0]:02x}" for name in range(sessions)]
-            standings = driver.account([make_step(number, limits, key=key, tenant=tenant) for key in keys])
-            return [answer.count for answer in ask(driver, hits)], [standing.steps for standing in standings]
+            standings = driver.account(
+                [make_step(number, limits, key=key, tenant=tenant) for key in keys]
+            )
+            return [answer.count for answer in ask(driver, hits)], [
+                standing.steps for standing in standings
+            ]
 
         def move(keys: list[bytes]) -> None:
             for key in keys:
@@ -143,7 +168,9 @@ def test_slots_that_move_are_followed(six: list[Server], client: str) -> None:
 
         driver.put(BOARDS, board, "a", b"x", 60)
         assert request(1, 20) == ([1] * len(hits), [1] * 20)
-        ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)]
+        ids = [
+            node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)
+        ]
         target.client().execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
         source.client().execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
         move(source.client().keys("loopguard:*moving*")[::2])
@@ -164,7 +191,9 @@ SHARD_TROUBLES = {"down": (Server.kill, Server.start), "hung": (Server.hang, Ser
 
 
 @contextmanager
-def trouble(driver: Driver, broken: Server, kind: str = "hung", lost: Sequence[str] = ()) -> Iterator[None]:
+def trouble(
+    driver: Driver, broken: Server, kind: str = "hung", lost: Sequence[str] = ()
+) -> Iterator[None]:
     """A primary is in trouble, which is known if there are lost keys; and well again in the end."""
     harm, cure = SHARD_TROUBLES[kind]
     harm(broken)
@@ -178,7 +207,9 @@ def trouble(driver: Driver, broken: Server, kind: str = "hung", lost: Sequence[s
 
 
 @pytest.mark.parametrize("kind", SHARD_TROUBLES)
-def test_a_shard_that_is_away_loses_only_its_keys(three: list[Server], kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shard_that_is_away_loses_only_its_keys(
+    three: list[Server], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "loopguard")
     lost, *others = [name_keys(20, node) for node in (1, 0, 2)]
     kept = [key for keys in others for key in keys]
@@ -195,7 +226,11 @@ def test_a_shard_that_is_away_loses_only_its_keys(three: list[Server], kind: str
         assert health.startswith(f"1 of 3 shards unavailable: {three[1].address}: ")
         assert set(count_each(driver, lost)) <= {1, 2, 3}
         assert driver.metric("store_up", shard=three[1].address) == 1
-    told = [(record.message, vars(record)["fields"]["shard"]) for record in caplog.records if record.name == "loopguard"]
+    told = [
+        (record.message, vars(record)["fields"]["shard"])
+        for record in caplog.records
+        if record.name == "loopguard"
+    ]
     assert told == [
         ("shard of the store unavailable, each replica counts for itself", three[1].address),
         ("shard of the store available again", three[1].address),
@@ -203,7 +238,10 @@ def test_a_shard_that_is_away_loses_only_its_keys(three: list[Server], kind: str
 
 
 def test_a_request_gets_the_counts_of_healthy_shards(three: list[Server]) -> None:
-    hits = [make_hit(key=f"several:{name_keys(1, node)[0]}", window_ms=600_000, threshold=100) for node in range(3)]
+    hits = [
+        make_hit(key=f"several:{name_keys(1, node)[0]}", window_ms=600_000, threshold=100)
+        for node in range(3)
+    ]
     with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
         ask(driver, hits)
         with trouble(driver, three[1]):
@@ -220,8 +258,12 @@ def test_reject_counts_nothing_of_a_refused_request(three: list[Server]) -> None
     """With `reject`, a request that will be refused for one shard leaves no count on another; a settlement is no request."""
     keys = [name_keys(1, node)[0] for node in range(2)]
     hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
-    step, gone = (make_step(1, NO_LIMITS, key=f"open:{key}", tenant=f"tenant:{key}") for key in keys)
-    with Driver(f"redis+cluster://{three[0].address}", on_store_error="reject", store_timeout=AWAY_AFTER) as driver:
+    step, gone = (
+        make_step(1, NO_LIMITS, key=f"open:{key}", tenant=f"tenant:{key}") for key in keys
+    )
+    with Driver(
+        f"redis+cluster://{three[0].address}", on_store_error="reject", store_timeout=AWAY_AFTER
+    ) as driver:
         ask(driver, [step])
         with trouble(driver, three[1], lost=name_keys(1, 1)):
             refused = ask(driver, hits)
@@ -231,12 +273,18 @@ def test_reject_counts_nothing_of_a_refused_request(three: list[Server]) -> None
     assert (type(refused), refused.kind) == (StoreError, "unavailable")
     assert counted[0].count == 1
     assert isinstance(settled, PartlyAwayError)
-    assert [answer and (answer.steps, answer.retry) for answer in settled.answers] == [(1, False), None]
+    assert [answer and (answer.steps, answer.retry) for answer in settled.answers] == [
+        (1, False),
+        None,
+    ]
 
 
 def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> None:
     tags = spread_tags(TAGS)
-    names = {find_slot(tags[zlib.crc32(name.encode()) % TAGS]) * 3 // SLOTS: name for name in map(str, range(100))}
+    names = {
+        find_slot(tags[zlib.crc32(name.encode()) % TAGS]) * 3 // SLOTS: name
+        for name in map(str, range(100))
+    }
     with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
         for name in names.values():
             driver.put(ORDERS, name, "a", b"x", 60)
@@ -245,7 +293,11 @@ def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> Non
                 driver.put(BOARDS, names[1], "a", b"x", 60)
             for node in (0, 2):
                 driver.put(BOARDS, names[node], "a", b"x", 60)
-                assert driver.read(ORDERS, names[node]) == driver.read(BOARDS, names[node]) == {"a": b"x"}
+                assert (
+                    driver.read(ORDERS, names[node])
+                    == driver.read(BOARDS, names[node])
+                    == {"a": b"x"}
+                )
 
         assert error.value.kind == "unavailable"
         assert driver.read(ORDERS, names[1]) == {"a": b"x"}
@@ -256,10 +308,14 @@ def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureF
     with server() as gone:
         pass
     with Driver(f"redis+cluster://{gone.address}") as driver:
-        assert driver.store.health().startswith(f"unavailable: no node of the cluster answers: {gone.address}: ")
+        assert driver.store.health().startswith(
+            f"unavailable: no node of the cluster answers: {gone.address}: "
+        )
         assert driver.metric("store_up", shard="unassigned") == 0
         assert set(count_each(driver, ["a:00", "b:0f"])) == {"unavailable"}
-    assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
+    assert [record.message for record in caplog.records] == [
+        "store unavailable, each replica counts for itself"
+    ]
 
 
 def test_a_cluster_node_is_no_single_server(six: list[Server]) -> None:
@@ -278,7 +334,10 @@ def test_a_cluster_node_is_no_single_server(six: list[Server]) -> None:
 def test_after_a_failover_the_replica_counts_on() -> None:
     """Keys of a dead primary are found on the replica that took over, which has the counts though not the scripts."""
     lost, kept = name_keys(10, 1), name_keys(10, 0)
-    with cluster(full=False) as nodes, Driver(f"redis+cluster://{nodes[0].address}", store_timeout=AWAY_AFTER) as driver:
+    with (
+        cluster(full=False) as nodes,
+        Driver(f"redis+cluster://{nodes[0].address}", store_timeout=AWAY_AFTER) as driver,
+    ):
         assert set(count_each(driver, [*lost, *kept])) == {1}
         driver.push([make_push("a")])
         eventually(lambda: all(node.client().dbsize() for node in nodes[3:]), "replication")
@@ -286,11 +345,19 @@ def test_after_a_failover_the_replica_counts_on() -> None:
         eventually(lambda: count_each(driver, lost[:1]) == ["unavailable"], "the outage")
         assert set(count_each(driver, kept)) == {2}
 
-        eventually(lambda: driver.well() and count_each(driver, lost[:1]) != ["unavailable"], "the failover")
+        eventually(
+            lambda: driver.well() and count_each(driver, lost[:1]) != ["unavailable"],
+            "the failover",
+        )
 
         assert set(count_each(driver, lost[1:])) == {2}
         assert driver.metric("store_up", shard=nodes[4].address) == 1
-        assert driver.metrics.registry.get_sample_value("loopguard_store_up", {"shard": nodes[1].address}) is None
+        assert (
+            driver.metrics.registry.get_sample_value(
+                "loopguard_store_up", {"shard": nodes[1].address}
+            )
+            is None
+        )
         nodes[1].resume()
         assert set(count_each(driver, kept)) == {3}
         assert driver.store.health() == "ok"
@@ -305,7 +372,10 @@ def test_sentinels_name_the_primary_and_its_successor() -> None:
             eventually(lambda: replica.client().dbsize() >= 1, "replication")
             primary.kill()
 
-            eventually(lambda: driver.well() and count_each(driver, ["b:00"]) != ["unavailable"], "the failover")
+            eventually(
+                lambda: driver.well() and count_each(driver, ["b:00"]) != ["unavailable"],
+                "the failover",
+            )
 
             assert count_each(driver, ["a:00"]) == [2]
             assert replica.client().role()[0] == b"master"
@@ -317,4 +387,6 @@ def test_sentinels_name_the_primary_and_its_successor() -> None:
         with Driver(f"redis+sentinel://:{SECRET}@{hosts}/counts/1") as driver:
             assert driver.store.health() == "ok"
             assert driver.count([make_hit()])[0].count == 1
-            assert replica.client(password=SECRET, db=1).exists(f"loopguard:{driver.key(make_hit())}")
+            assert replica.client(password=SECRET, db=1).exists(
+                f"loopguard:{driver.key(make_hit())}"
+            )

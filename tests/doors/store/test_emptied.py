@@ -15,8 +15,16 @@ from tests.support.servers import server
 
 REFUSED = {"threshold_percent": 100, "action": "reject"}
 DAILY = {"period": "1d", "cost_key": "fixed", "budget": 5, "staged_actions": [REFUSED]}
-RULE = {"name": "daily", "limit_keys": ["credential"], "algorithm": "cost_based", "algorithm_config": DAILY}
-BUDGET = {"id": "money", "spec": {"selector": {"pathPrefix": "/"}, "mode": "enforce", "rules": [RULE]}}
+RULE = {
+    "name": "daily",
+    "limit_keys": ["credential"],
+    "algorithm": "cost_based",
+    "algorithm_config": DAILY,
+}
+BUDGET = {
+    "id": "money",
+    "spec": {"selector": {"pathPrefix": "/"}, "mode": "enforce", "rules": [RULE]},
+}
 
 
 def list_findings(guard: Loopguard, reason: str) -> list[str]:
@@ -24,7 +32,9 @@ def list_findings(guard: Loopguard, reason: str) -> list[str]:
     return [each["level"] for each in found if each["reason"] == reason]
 
 
-def test_an_emptied_store_is_told_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_emptied_store_is_told_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_policies(tmp_path, bundle(BUDGET))
     events = tmp_path / "events.jsonl"
     with server() as one:

@@ -42,7 +42,13 @@ class SharedStore:
 
 
 def test_a_key_file_gives_all_the_same_key(tmp_path: Path) -> None:
-    contents = [SECRET, SECRET.hex().encode(), SECRET.hex().encode() + b"\n", SECRET.hex().encode() + b"\r\n", bytes(32)]
+    contents = [
+        SECRET,
+        SECRET.hex().encode(),
+        SECRET.hex().encode() + b"\n",
+        SECRET.hex().encode() + b"\r\n",
+        bytes(32),
+    ]
     keys = []
     for number, content in enumerate(contents):
         file = tmp_path / str(number)
@@ -59,12 +65,20 @@ def test_a_key_file_gives_all_the_same_key(tmp_path: Path) -> None:
     ("content", "told"),
     [
         (None, "No such file or directory"),
-        (b"", "it holds 0 bytes; it must hold 32 to 4096 random bytes, such as those of: openssl rand -hex 32"),
+        (
+            b"",
+            (
+                "it holds 0 bytes; it must hold 32 to 4096 random bytes, such as those of: openssl "
+                "rand -hex 32"
+            ),
+        ),
         (b"x" * 31, "it holds 31 bytes; it must hold 32 to 4096 random bytes"),
         (b"x" * 4_097, "it holds more than 4096 bytes; it must hold 32 to 4096 random bytes"),
     ],
 )
-def test_a_file_without_a_key_is_a_usage_error(tmp_path: Path, content: bytes | None, told: str) -> None:
+def test_a_file_without_a_key_is_a_usage_error(
+    tmp_path: Path, content: bytes | None, told: str
+) -> None:
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
@@ -107,7 +121,9 @@ def test_replicas_take_the_key_of_the_first() -> None:
     assert first.secret == second.secret == given
 
 
-def test_an_unavailable_store_is_reported_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unavailable_store_is_reported_once_and_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "loopguard")
     key, store = HashKey(), SharedStore()
     own = key.secret
@@ -122,8 +138,14 @@ def test_an_unavailable_store_is_reported_once_and_asked_again(caplog: pytest.Lo
 
     assert (key.secret, sharing.is_shared) == (SECRET, True)
     assert [record.message for record in caplog.records] == [
-        "cannot read the hash key from the store, so this process uses its own: others do not recognise its notes and callers",
-        "the hash key now comes from the store: notes and callers of another key are no longer recognised",
+        (
+            "cannot read the hash key from the store, so this process uses its own: others do not "
+            "recognise its notes and callers"
+        ),
+        (
+            "the hash key now comes from the store: notes and callers of another key are no longer "
+            "recognised"
+        ),
     ]
 
 
@@ -160,10 +182,17 @@ def start(folder: Path, name: str, *arguments: str) -> Loopguard:
 def test_servers_on_one_store_have_one_key(tmp_path: Path, scheme: str) -> None:
     with server() as one:
         url = f"redis://{one.address}" if scheme == "redis" else f"unix://{one.socket}"
-        guards = [start(tmp_path, name, "--store", url, "--log-level", "debug") for name in ("a", "b")]
+        guards = [
+            start(tmp_path, name, "--store", url, "--log-level", "debug") for name in ("a", "b")
+        ]
         try:
             kept = one.client().get("loopguard:secret:hash:1")
-            told = "".join([guard.output() + guard.get("/policies")[1] + guard.get("/metrics")[1] for guard in guards])
+            told = "".join(
+                [
+                    guard.output() + guard.get("/policies")[1] + guard.get("/metrics")[1]
+                    for guard in guards
+                ]
+            )
             ttl = one.client().ttl("loopguard:secret:hash:1")
         finally:
             for guard in guards:
@@ -182,7 +211,9 @@ def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
         guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
         try:
             assert "hash_key=process" in guard.output()
-            assert "the value of loopguard:secret:hash:1 is not a secret of 32 bytes" in guard.output()
+            assert (
+                "the value of loopguard:secret:hash:1 is not a secret of 32 bytes" in guard.output()
+            )
             assert eventually(lambda: guard.get("/readyz")[0] == 200)
         finally:
             guard.stop()
@@ -198,19 +229,32 @@ def noted_bodies(key: HashKey) -> list[bytes]:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool) -> None:
+def test_commands_take_the_key_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool
+) -> None:
     (tmp_path / "key").write_bytes(SECRET)
     policies = tmp_path / "p.json"
     policies.write_text(json.dumps(bundle(policy("p", ANY, similarity="canonical", **USER))))
     bodies = noted_bodies(read_hash_key(str(tmp_path / "key")))
-    lines = [make_record(number, body=None, body_base64=b64encode(data).decode()) for number, data in enumerate(bodies)]
+    lines = [
+        make_record(number, body=None, body_base64=b64encode(data).decode())
+        for number, data in enumerate(bodies)
+    ]
     (tmp_path / "access.log").write_bytes(write_lines(lines))
-    flags = ["--policy", str(policies), *(["--hash-key-file", str(tmp_path / "key")] if given else [])]
+    flags = [
+        "--policy",
+        str(policies),
+        *(["--hash-key-file", str(tmp_path / "key")] if given else []),
+    ]
 
     names = []
     for data in bodies:
-        assert main(["explain", *flags, "-H", "x-user-id: ann", "-d", data.decode(), "h/v1/chat"]) == 0
-        names += [line for line in capsys.readouterr().out.splitlines() if line.startswith("fingerprint")]
+        assert (
+            main(["explain", *flags, "-H", "x-user-id: ann", "-d", data.decode(), "h/v1/chat"]) == 0
+        )
+        names += [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("fingerprint")
+        ]
     assert main(["replay", *flags, "--json", str(tmp_path / "access.log")]) == 0
 
     assert len(set(names)) == (1 if given else 2)
@@ -225,9 +269,14 @@ def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFix
         ["replay", "access.log"],
     ],
 )
-def test_a_command_without_its_key_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+def test_a_command_without_its_key_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
     policies = tmp_path / "p.json"
     policies.write_text(json.dumps(bundle(policy("p", ANY, **USER))))
 
     assert main([*command, "--policy", str(policies), "--hash-key-file", f"{tmp_path}/none"]) == 2
-    assert capsys.readouterr().err == f"loopguard: --hash-key-file {tmp_path}/none: No such file or directory\n"
+    assert (
+        capsys.readouterr().err
+        == f"loopguard: --hash-key-file {tmp_path}/none: No such file or directory\n"
+    )

@@ -1,4 +1,7 @@
-"""The Redis store beyond counting, on one real server: URLs, secrets, the wire, batches, certainty, and how it heals."""
+"""The Redis store beyond counting, on one real server.
+
+URLs, secrets, the wire, batches, certainty, and how it heals.
+"""
 
 from __future__ import annotations
 
@@ -106,14 +109,18 @@ def test_urls_and_rights_of_the_docs_are_valid() -> None:
         ("unix://{0.socket}?db=2", 2, "loopguard:"),
     ],
 )
-def test_keys_have_the_prefix_and_database_of_their_url(one: Server, url: str, database: int, prefix: str) -> None:
+def test_keys_have_the_prefix_and_database_of_their_url(
+    one: Server, url: str, database: int, prefix: str
+) -> None:
     """They are named as `explain` shows them; the connection says nothing about itself."""
     with Driver(url.format(one)) as driver:
         assert driver.count([make_hit()])[0].count == 1
 
         clients = [client for client in one.client().client_list() if client["cmd"] == "evalsha"]
         assert one.client(db=database).exists(prefix + driver.key(make_hit()))
-        assert {(client.get("lib-name", ""), client.get("resp", "2")) for client in clients} == {("", "2")}
+        assert {(client.get("lib-name", ""), client.get("resp", "2")) for client in clients} == {
+            ("", "2")
+        }
 
 
 def test_options_of_the_url_are_redis_py_s(one: Server, client: str) -> None:
@@ -123,14 +130,18 @@ def test_options_of_the_url_are_redis_py_s(one: Server, client: str) -> None:
         assert driver.count([make_hit()])[0].count == 1
         driver.put(BOARDS, driver.name("board"), "a", b"x", 60)
 
-        assert {(found.get("resp", "3"), found["db"]) for found in one.client().client_list() if found["name"] == "loops"} == {
-            ("3", "1")
-        }
+        assert {
+            (found.get("resp", "3"), found["db"])
+            for found in one.client().client_list()
+            if found["name"] == "loops"
+        } == {("3", "1")}
         assert driver.read(BOARDS, driver.name("board")) == {"a": b"x"}
 
 
 def test_a_user_without_eval_gets_a_clear_error(one: Server, client: str) -> None:
-    one.client().execute_command("ACL", "SETUSER", "mute", "on", f">{SECRET}", *ACL.split(), "-eval", "-evalsha")
+    one.client().execute_command(
+        "ACL", "SETUSER", "mute", "on", f">{SECRET}", *ACL.split(), "-eval", "-evalsha"
+    )
 
     with Driver(f"redis://mute:{SECRET}@{one.address}{client}") as driver:
         assert re.fullmatch("unavailable: NOPERM .*evalsha.*", driver.store.health())
@@ -143,14 +154,18 @@ def test_a_user_with_the_least_rights_is_enough(one: Server) -> None:
 
     with Driver(f"redis://counter:{SECRET}@{one.address}") as driver:
         for now in range(0, 60_000, 3_000):
-            driver.count([make_hit(kind, key=kind, cooldown_ms=5_000) for kind in WINDOW_TYPES], now)
+            driver.count(
+                [make_hit(kind, key=kind, cooldown_ms=5_000) for kind in WINDOW_TYPES], now
+            )
             entries = driver.push([make_push(str(now))], now)
             step = make_step(now, limit(max_sessions=1), key=f"session:{now}:7f")
             driver.account([step, settle_step(step)], now)
             driver.put(BOARDS, driver.name("board"), "a", b"x", 60, now)
             driver.read(BOARDS, driver.name("board"), now)
             driver.put(ORDERS, driver.name("book"), str(now), b"x", 5, now)
-            driver.run(driver.store.documents.drop(ORDERS, driver.name("book"), str(now - 3_000), now))
+            driver.run(
+                driver.store.documents.drop(ORDERS, driver.name("book"), str(now - 3_000), now)
+            )
             driver.read(ORDERS, driver.name("book"), now)
             driver.run(driver.store.share_secret(driver.name("secret"), bytes(32)))
 
@@ -200,7 +215,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize("scheme", ["redis", "unix"])
 @pytest.mark.parametrize("way", ["file", "Rotating", "Asynchronous", "ready"])
-def test_a_password_that_changes_needs_no_restart(module: str, tmp_path: Path, way: str, scheme: str) -> None:
+def test_a_password_that_changes_needs_no_restart(
+    module: str, tmp_path: Path, way: str, scheme: str
+) -> None:
     """A file, or a provider that the URL names, is read at every connect; its own way to wait is taken."""
     file = tmp_path / "password"
     file.write_text("first\n")
@@ -229,16 +246,22 @@ def test_a_refused_login_never_shows_what_was_sent() -> None:
     """Wherever it is refused; a server without AUTH even quotes the password in its error."""
     quoting = f"-ERR unknown command 'AUTH', with args beginning with: '{SECRET}'\r\n".encode()
     with server("--requirepass", "other") as locked, impostor(quoting) as address:
-        for url in (f"redis://{address}", f"redis://{locked.address}", f"unix://{locked.socket}?db=1"):
+        for url in (
+            f"redis://{address}",
+            f"redis://{locked.address}",
+            f"unix://{locked.socket}?db=1",
+        ):
             with Driver(url, store_password=SECRET) as driver:
                 assert driver.metric("store_errors_total", kind="auth") >= 1
                 assert SECRET not in driver.store.health()
-        with Driver(f"redis://{locked.address}", store_password="other") as driver:  # noqa: S106  # not a secret
+        # Not a secret
+        with Driver(f"redis://{locked.address}", store_password="other") as driver:  # noqa: S106
             assert driver.store.health() == "ok"
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("Failing", "raised RuntimeError"), ("Odd", "must return (PASSWORD,) or (USER, PASSWORD)")]
+    ("name", "what"),
+    [("Failing", "raised RuntimeError"), ("Odd", "must return (PASSWORD,) or (USER, PASSWORD)")],
 )
 def test_a_credential_provider_that_fails_is_a_failed_login(
     module: str, name: str, what: str, one: Server, caplog: pytest.LogCaptureFixture
@@ -249,7 +272,10 @@ def test_a_credential_provider_that_fails_is_a_failed_login(
     assert SECRET not in caplog.text
 
 
-FORM = "it takes MODULE:NAME, a redis.CredentialProvider, or a function without arguments that returns one"
+FORM = (
+    "it takes MODULE:NAME, a redis.CredentialProvider, or a function without arguments that "
+    "returns one"
+)
 
 
 @pytest.mark.parametrize(
@@ -273,14 +299,22 @@ def test_an_invalid_credential_provider_is_explained(name: str, why: str) -> Non
     assert str(error.value) == f"credential_provider {name}: {why}; {FORM}"
 
 
-@pytest.mark.parametrize("settings", [Settings(store_password=SECRET), Settings(store_password_file=__file__)])
-def test_a_credential_provider_takes_the_place_of_a_password(module: str, settings: Settings) -> None:
+@pytest.mark.parametrize(
+    "settings", [Settings(store_password=SECRET), Settings(store_password_file=__file__)]
+)
+def test_a_credential_provider_takes_the_place_of_a_password(
+    module: str, settings: Settings
+) -> None:
     """A password beside a provider would be forgotten silently, so it is a usage error."""
-    with pytest.raises(UsageError, match="give either credential_provider or a user and password, not both"):
+    with pytest.raises(
+        UsageError, match="give either credential_provider or a user and password, not both"
+    ):
         open_store(f"redis://a?credential_provider={module}:Rotating", Metrics(), settings)
 
 
-def test_a_credential_provider_that_blocks_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_credential_provider_that_blocks_delays_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A provider without an asynchronous way is asked in a thread, and not again before it has answered."""
     asked, go_on = Semaphore(0), Event()
 
@@ -294,7 +328,9 @@ def test_a_credential_provider_that_blocks_delays_no_request(monkeypatch: pytest
 
     async def ask() -> object:
         provider = ProvidedCredentials(f"{__name__}:Blocking")
-        given_up, patient = (asyncio.create_task(provider.get_credentials_async()) for _ in range(2))
+        given_up, patient = (
+            asyncio.create_task(provider.get_credentials_async()) for _ in range(2)
+        )
         await asyncio.to_thread(asked.acquire)
         given_up.cancel()
         go_on.set()
@@ -317,8 +353,14 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
     authority.configure_trust(context)
     cases = {
         "good": ("127.0.0.1", f"ssl_ca_certs={tmp_path}/ca.pem&ssl_certfile={tmp_path}/client.pem"),
-        "unknown CA": ("127.0.0.1", f"ssl_ca_certs={tmp_path}/stranger.pem&ssl_certfile={tmp_path}/client.pem"),
-        "wrong name": ("localhost", f"ssl_ca_certs={tmp_path}/ca.pem&ssl_certfile={tmp_path}/client.pem"),
+        "unknown CA": (
+            "127.0.0.1",
+            f"ssl_ca_certs={tmp_path}/stranger.pem&ssl_certfile={tmp_path}/client.pem",
+        ),
+        "wrong name": (
+            "localhost",
+            f"ssl_ca_certs={tmp_path}/ca.pem&ssl_certfile={tmp_path}/client.pem",
+        ),
         "no certificate": ("127.0.0.1", f"ssl_ca_certs={tmp_path}/ca.pem"),
     }
     found = {}
@@ -329,7 +371,9 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
                 assert (driver.refuse() is None) is (name == "good")
 
     assert found.pop("good") == "ok"
-    assert {name: text.startswith("unavailable: ") for name, text in found.items()} == dict.fromkeys(found, True)
+    assert {
+        name: text.startswith("unavailable: ") for name, text in found.items()
+    } == dict.fromkeys(found, True)
     assert "certificate verify failed" in found["unknown CA"]
 
 
@@ -338,7 +382,10 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
 
 def test_replies_in_any_pieces(one: Server) -> None:
     with relay(one, pieces=1) as address, Driver(f"redis://{address}/2") as driver:
-        assert [driver.count([make_hit(kind, key=kind) for kind in WINDOW_TYPES])[0].count for _ in range(2)] == [1, 2]
+        assert [
+            driver.count([make_hit(kind, key=kind) for kind in WINDOW_TYPES])[0].count
+            for _ in range(2)
+        ] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -348,13 +395,22 @@ def test_replies_in_any_pieces(one: Server) -> None:
         ("NOAUTH Authentication required.", "auth"),
         ("WRONGPASS invalid username-password pair or user is disabled.", "auth"),
         ("NOPERM this user has no permissions to run the 'evalsha' command", "auth"),
-        ("OOM command not allowed when used memory > 'maxmemory'. script: x, on @user_script:1.", "oom"),
         (
-            "ERR Error running script (call to f_x): @user_script:53: -OOM command not allowed when used memory > 'maxmemory'.",
+            "OOM command not allowed when used memory > 'maxmemory'. script: x, on @user_script:1.",
+            "oom",
+        ),
+        (
+            (
+                "ERR Error running script (call to f_x): @user_script:53: -OOM command not allowed "
+                "when used memory > 'maxmemory'."
+            ),
             "oom",
         ),
         ("READONLY You can't write against a read only replica.", "read_only"),
-        ("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", "read_only"),
+        (
+            "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+            "read_only",
+        ),
         ("LOADING Redis is loading the dataset in memory", "loading"),
         ("BUSY Redis is busy running a script.", "busy"),
         ("CLUSTERDOWN The cluster is down", "cluster"),
@@ -417,7 +473,9 @@ RUBBISH = {
         "redis+cluster://{}",
     ],
 )
-def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_answers_rubbish_is_a_failed_store(
+    form: str, rubbish: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with impostor(RUBBISH[rubbish]) as address, Driver(form.format(address)) as driver:
         health = driver.store.health()
         error = driver.refuse()
@@ -427,12 +485,15 @@ def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str,
         assert not driver.metric("store_errors_total", kind="timeout")
         assert not driver.metric("store_errors_total", kind="internal")
         assert error is not None
-    assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
+    assert [record.message for record in caplog.records] == [
+        "store unavailable, each replica counts for itself"
+    ]
     assert [record.exc_info for record in caplog.records] == [None]
 
 
 @pytest.mark.parametrize(
-    "greeting", [b"SSH-2.0-OpenSSH_9.6\r\n", b"+OK POP3 ready\r\n", b"220 mail ESMTP\r\n", b"-ERR go away\r\n"]
+    "greeting",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", b"+OK POP3 ready\r\n", b"220 mail ESMTP\r\n", b"-ERR go away\r\n"],
 )
 def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
     with impostor(RIGHT, greeting) as address, Driver(f"redis://{address}") as driver:
@@ -441,7 +502,14 @@ def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("start", "rest"),
-    [(b"$9999999999\r\n", b"x"), (b"-", b"x"), (b":", b"1"), (b"*400000\r\n", b"*1\r\n"), (b"", b"*1\r\n"), (b"", b":1\r\n")],
+    [
+        (b"$9999999999\r\n", b"x"),
+        (b"-", b"x"),
+        (b":", b"1"),
+        (b"*400000\r\n", b"*1\r\n"),
+        (b"", b"*1\r\n"),
+        (b"", b":1\r\n"),
+    ],
 )
 def test_an_endless_answer_is_cut_off(start: bytes, rest: bytes) -> None:
     sent = []
@@ -530,20 +598,31 @@ def test_an_old_server_gets_the_password_alone(one: Server) -> None:
         if b"AUTH" not in asked:
             return answer
         told.append(asked.split(b"\r\n")[2::2])
-        return b"+OK\r\n" if len(told[-1]) == 2 else b"-ERR wrong number of arguments for 'auth' command\r\n"
+        return (
+            b"+OK\r\n"
+            if len(told[-1]) == 2
+            else b"-ERR wrong number of arguments for 'auth' command\r\n"
+        )
 
     with altered(one, alter) as address, Driver(f"redis://ann:{SECRET}@{address}") as driver:
         assert driver.count([make_hit()])[0].count == 1
     assert told == [[b"AUTH", b"ann", SECRET.encode()], [b"AUTH", SECRET.encode()]]
 
 
-@given(start=st.text(max_size=5), keys=st.lists(st.text(max_size=20)), argument=st.integers() | st.binary() | st.text())
-def test_commands_are_packed_as_hiredis_packs_them(start: str, keys: list[str], argument: str | int | bytes) -> None:
+@given(
+    start=st.text(max_size=5),
+    keys=st.lists(st.text(max_size=20)),
+    argument=st.integers() | st.binary() | st.text(),
+)
+def test_commands_are_packed_as_hiredis_packs_them(
+    start: str, keys: list[str], argument: str | int | bytes
+) -> None:
     words = (argument, *(start + key for key in keys))
 
     written = b"*%d\r\n" % len(words) + write_word(argument) + write_keys(start, keys)
 
-    assert written == hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub takes one-tuples alone
+    # Its stub takes one-tuples alone
+    assert written == hiredis.pack_command(words)  # type: ignore[arg-type]
 
 
 # --- scripts and keys
@@ -564,7 +643,9 @@ def test_scripts_are_sent_again_after_a_flush(either: Driver, one: Server) -> No
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 @pytest.mark.parametrize("cooldown_ms", [0, 90_000])
-def test_counters_expire_by_themselves(driver: Driver, one: Server, window_type: str, cooldown_ms: int) -> None:
+def test_counters_expire_by_themselves(
+    driver: Driver, one: Server, window_type: str, cooldown_ms: int
+) -> None:
     hit = make_hit(window_type, cooldown_ms=cooldown_ms, threshold=2)
     lives = []
     for _ in range(2):
@@ -572,7 +653,11 @@ def test_counters_expire_by_themselves(driver: Driver, one: Server, window_type:
         lives.append(one.client().pttl(f"loopguard:{driver.key(hit)}"))
 
     assert 0 < lives[0] <= hit.window_ms + 1_000
-    assert max(hit.window_ms, cooldown_ms) - 10_000 < lives[1] <= max(hit.window_ms, cooldown_ms) + 1_000
+    assert (
+        max(hit.window_ms, cooldown_ms) - 10_000
+        < lives[1]
+        <= max(hit.window_ms, cooldown_ms) + 1_000
+    )
 
 
 def test_all_other_keys_expire_by_themselves(driver: Driver, one: Server) -> None:
@@ -591,20 +676,37 @@ def test_all_other_keys_expire_by_themselves(driver: Driver, one: Server) -> Non
 
 @pytest.mark.parametrize(
     "poison",
-    ["set x y", "set x ''", f"set x {'y' * 17}", f"set x {'y' * 70}", "hset x a b", "rpush x y", "rpush x 1 y", "sadd x y"],
+    [
+        "set x y",
+        "set x ''",
+        f"set x {'y' * 17}",
+        f"set x {'y' * 70}",
+        "hset x a b",
+        "rpush x y",
+        "rpush x 1 y",
+        "sadd x y",
+    ],
 )
 def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poison: str) -> None:
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     good_hits = [replace(hit, key=f"good-{hit.key}") for hit in hits]
     ring, good_ring = make_push("a", key="bad"), make_push("a", key="good")
-    sessions = [make_step(1, NO_LIMITS, key=f"{name}:7f", tenant=f"{name} tenant:7f") for name in ("bad", "worse")]
+    sessions = [
+        make_step(1, NO_LIMITS, key=f"{name}:7f", tenant=f"{name} tenant:7f")
+        for name in ("bad", "worse")
+    ]
     good_session = make_step(1, NO_LIMITS, key="good:7f", tenant="others:7f")
     driver.count(good_hits, 1_000_000)
     driver.push([good_ring])
     driver.account([good_session])
     placed = [cast("Step", driver.place(session)) for session in sessions]
     command, _, *values = poison.split(" ")
-    for key in [*[driver.key(hit) for hit in hits], driver.key(ring), placed[0].key, placed[1].tenant]:
+    for key in [
+        *[driver.key(hit) for hit in hits],
+        driver.key(ring),
+        placed[0].key,
+        placed[1].tenant,
+    ]:
         one.client().execute_command(command, f"loopguard:{key}", *values)
 
     first = [answer.count for answer in driver.count([*good_hits, *hits], 1_000_001)]
@@ -688,7 +790,9 @@ def ask_long_histories(driver: Driver, _: Server, number: int) -> Callable[[], o
     limits = limit(tool_calls=10_000, tools=tools, window=500, threshold=400)
     history = [make_record(place * 8, arguments=str(place)) for place in range(1_000)]
     history = [bytes(6) + record[6:] for record in history] if number % 2 else history
-    steps = [make_step(place, limits, history[place * 10 : 512 + place * 10]) for place in range(20)]
+    steps = [
+        make_step(place, limits, history[place * 10 : 512 + place * 10]) for place in range(20)
+    ]
     return lambda: driver.account(steps)
 
 
@@ -701,7 +805,10 @@ def ask_large_tree(driver: Driver, _: Server, number: int) -> Callable[[], objec
 
 def ask_conversations(driver: Driver, _: Server, __: int) -> Callable[[], object]:
     shown = tuple(map(str, range(40)))
-    links = [place_link(driver, make_link(Sent(str(place), shown, "z" * 64))) for place in range(MAX_BATCH)]
+    links = [
+        place_link(driver, make_link(Sent(str(place), shown, "z" * 64)))
+        for place in range(MAX_BATCH)
+    ]
     return lambda: driver.settled(lambda store: store.push(links))
 
 
@@ -714,7 +821,10 @@ def ask_budgets(driver: Driver, _: Server, __: int) -> Callable[[], object]:
     return lambda: driver.run(ask())
 
 
-@pytest.mark.parametrize("prepare", [ask_old_log, ask_many, ask_long_histories, ask_large_tree, ask_conversations, ask_budgets])
+@pytest.mark.parametrize(
+    "prepare",
+    [ask_old_log, ask_many, ask_long_histories, ask_large_tree, ask_conversations, ask_budgets],
+)
 def test_no_script_holds_the_server(
     driver: Driver, one: Server, prepare: Callable[[Driver, Server, int], Callable[[], object]]
 ) -> None:
@@ -736,19 +846,29 @@ def test_no_script_holds_the_server(
 
 
 @pytest.mark.parametrize(("calls", "scripts"), [(0, 7), (40, 50), (512, 100)])
-def test_steps_go_in_scripts_that_are_short(driver: Driver, one: Server, calls: int, scripts: int) -> None:
+def test_steps_go_in_scripts_that_are_short(
+    driver: Driver, one: Server, calls: int, scripts: int
+) -> None:
     history = [make_record(number * 8, arguments=str(number)) for number in range(calls)]
-    steps = [make_step(number, limit(steps=25), history, key=f"session {number % 4}:7f") for number in range(100)]
+    steps = [
+        make_step(number, limit(steps=25), history, key=f"session {number % 4}:7f")
+        for number in range(100)
+    ]
     before = one.commands().get("evalsha", 0) + one.commands().get("eval", 0)
 
     found = driver.account(steps)
 
-    assert one.commands().get("evalsha", 0) + one.commands().get("eval", 0) - before in (scripts, scripts + 1)  # unknown yet
+    assert one.commands().get("evalsha", 0) + one.commands().get("eval", 0) - before in (
+        scripts,
+        scripts + 1,
+    )  # unknown yet
     assert [standing.steps for standing in found] == [number // 4 + 1 for number in range(100)]
 
 
 def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
-    limits = limit(tool_calls=10_000, tools=tuple((number.to_bytes(4), 10_000) for number in range(1, 61)))
+    limits = limit(
+        tool_calls=10_000, tools=tuple((number.to_bytes(4), 10_000) for number in range(1, 61))
+    )
     history = [make_record(number * 8, arguments=str(number)) for number in range(4_900)]
     steps = [make_step(number, limits, history[: 4_500 + 4 * number]) for number in range(101)]
 
@@ -765,7 +885,11 @@ def test_orders_that_change_are_read_anew(driver: Driver) -> None:
 
         def read(known: str) -> tuple[str, list[str]]:
             found = driver.run(driver.store.documents.read(ORDERS, book, known))
-            return (found.version, sorted(found.documents)) if found is not None else (known, ["no news"])
+            return (
+                (found.version, sorted(found.documents))
+                if found is not None
+                else (known, ["no news"])
+            )
 
         first, nothing = read("")
         other.put(ORDERS, book, "a", b"x", 60)
@@ -817,12 +941,17 @@ def test_a_verdict_stands_as_long_as_it_says(
 ) -> None:
     """Several requests sent as one count as if sent alone; a hit before the verdict's end is refused and starts no cooldown."""
     driver, backend = opened
-    hit = Hit(driver.fresh().key(make_hit()), window_type, 20_000, threshold, cooldown, count_refused, 100)
+    hit = Hit(
+        driver.fresh().key(make_hit()), window_type, 20_000, threshold, cooldown, count_refused, 100
+    )
     moments = [1_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
     history = [*moments[:-1], *[moments[-1]] * times]
 
     async def counted() -> tuple[Count, int]:
-        calls = [*(count_call(hit, 1, now) for now in moments[:-1]), count_call(hit, times, moments[-1])]
+        calls = [
+            *(count_call(hit, 1, now) for now in moments[:-1]),
+            count_call(hit, times, moments[-1]),
+        ]
         verdicts = [(await backend.call([call]))[0] for call in calls]
         return verdicts[-1].answer, verdicts[-1].stands_ms
 
@@ -832,7 +961,9 @@ def test_a_verdict_stands_as_long_as_it_says(
     if count_refused:
         assert answer == expected[-1]
     else:
-        assert answer == next((one for one in expected[len(moments) - 1 :] if one.looping), expected[-1])
+        assert answer == next(
+            (one for one in expected[len(moments) - 1 :] if one.looping), expected[-1]
+        )
     if answer.looping and later < stands:
         then = oracle(hit, [*history, moments[-1] + later])[-1]
         assert then.looping
@@ -872,14 +1003,19 @@ def test_hits_that_wait_go_together(either: Driver) -> None:
 
 
 @pytest.mark.parametrize(("calls", "trips"), [([9, 1], 1), ([1] * 600, 3)])
-def test_simultaneous_questions_are_one_bounded_batch(driver: Driver, calls: list[int], trips: int) -> None:
+def test_simultaneous_questions_are_one_bounded_batch(
+    driver: Driver, calls: list[int], trips: int
+) -> None:
     hits = [
         [make_hit(WINDOW_TYPES[place % 3], key=f"{call}:{place:02x}") for place in range(size)]
         for call, size in enumerate(calls)
     ]
 
     async def together() -> None:
-        asked = [driver.store.push([make_push("a", key="trip:00")]), *[driver.store.hit(each) for each in hits]]
+        asked = [
+            driver.store.push([make_push("a", key="trip:00")]),
+            *[driver.store.hit(each) for each in hits],
+        ]
         await asyncio.gather(*[cast("Any", answer) for answer in asked])
 
     driver.run(together())
@@ -906,7 +1042,9 @@ def test_hits_that_differ_are_each_judged_by_their_own(driver: Driver, window_ty
 
 def test_a_caller_that_leaves_disturbs_no_other(either: Driver) -> None:
     async def some_leave() -> list[int]:
-        tasks = [asyncio.create_task(either.ask([make_hit(threshold=100)], None)) for _ in range(10)]
+        tasks = [
+            asyncio.create_task(either.ask([make_hit(threshold=100)], None)) for _ in range(10)
+        ]
         await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
@@ -921,9 +1059,13 @@ def test_listeners_are_called_once_unless_they_have_left(driver: Driver) -> None
     told: list[object] = []
 
     async def listen() -> list[object]:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(type(context["exception"])))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: told.append(type(context["exception"]))
+        )
         hit = make_hit(threshold=100)
-        pending = [cast("Pending", driver.store.hit([replace(hit, key=driver.key(hit))])) for _ in range(4)]
+        pending = [
+            cast("Pending", driver.store.hit([replace(hit, key=driver.key(hit))])) for _ in range(4)
+        ]
         pending[0].then(lambda: told[len(told)])
         pending[1].then(lambda: told.append("left"))
         pending[1].cancel()
@@ -969,7 +1111,9 @@ MINUTE = make_hit(window_ms=60_000)
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 @pytest.mark.parametrize("cooldown_ms", [0, 60_000])
-def test_replicas_agree_about_the_count_of_a_loop(driver: Driver, window_type: str, cooldown_ms: int) -> None:
+def test_replicas_agree_about_the_count_of_a_loop(
+    driver: Driver, window_type: str, cooldown_ms: int
+) -> None:
     hit = make_hit(window_type=window_type, window_ms=60_000, cooldown_ms=cooldown_ms)
     with driver.replica() as other:
         replicas = [driver, other, driver, driver, other, other, other, driver, other, driver]
@@ -981,7 +1125,9 @@ def test_replicas_agree_about_the_count_of_a_loop(driver: Driver, window_type: s
 
 def test_counts_of_a_hammered_loop_never_decrease(driver: Driver) -> None:
     with driver.replica() as one, driver.replica() as other:
-        counts = [[replica.count([MINUTE])[0].count for replica in (one, other)] for _ in range(1_000)]
+        counts = [
+            [replica.count([MINUTE])[0].count for replica in (one, other)] for _ in range(1_000)
+        ]
 
     for own in zip(*counts, strict=True):
         assert list(own) == sorted(set(own))
@@ -997,9 +1143,14 @@ def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
 
     assert all(answer.looping for answer in answers)
     assert [answer.count for answer in answers] == list(range(4, 2_004))
-    assert one.commands()["evalsha"] - before < len(answers) / 4  # ten a second, and a machine may be slow
+    assert (
+        one.commands()["evalsha"] - before < len(answers) / 4
+    )  # ten a second, and a machine may be slow
     tally = f"loopguard:{driver.key(MINUTE)}"
-    eventually(lambda: driver.well() and int.from_bytes(one.client().getrange(tally, 1, 4)) == 2_003, "the last report")
+    eventually(
+        lambda: driver.well() and int.from_bytes(one.client().getrange(tally, 1, 4)) == 2_003,
+        "the last report",
+    )
 
 
 def test_closing_sends_what_is_owed(either: Driver) -> None:
@@ -1027,7 +1178,10 @@ def test_a_known_cooldown_holds_for_other_requests(driver: Driver) -> None:
     (looping, _), (other, _) = cooldown_hits([(True, 1), (False, 1)], cooldown_ms=60_000)
     alone = driver.count([other])[0]
 
-    answers = [driver.fresh().count([looping])[0], *(driver.count([hit])[0] for hit in (looping, other, looping, other))]
+    answers = [
+        driver.fresh().count([looping])[0],
+        *(driver.count([hit])[0] for hit in (looping, other, looping, other)),
+    ]
 
     assert not alone.looping
     assert [answer.looping for answer in answers] == [True] * 5
@@ -1041,7 +1195,9 @@ def test_a_changed_policy_is_asked_about_anew(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("count_refused", [True, False])
-def test_a_deleted_key_is_forgotten_here_too(driver: Driver, one: Server, count_refused: bool) -> None:
+def test_a_deleted_key_is_forgotten_here_too(
+    driver: Driver, one: Server, count_refused: bool
+) -> None:
     hit = make_hit(window_ms=60_000, count_refused=count_refused, threshold=100)
     loop(driver, hit)
     one.client().flushall()
@@ -1051,7 +1207,10 @@ def test_a_deleted_key_is_forgotten_here_too(driver: Driver, one: Server, count_
 
 def test_known_refusals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_refusals, "MAX_LOOPS", 3)
-    known, hits = KnownRefusals(lambda *_: None), [make_hit(key=str(number), count_refused=False) for number in range(10)]
+    known, hits = (
+        KnownRefusals(lambda *_: None),
+        [make_hit(key=str(number), count_refused=False) for number in range(10)],
+    )
 
     for hit in hits * known_refusals.HAMMERED:
         known.learn(hit, Count(3, True, 0, 0), 60_000, 0)
@@ -1078,14 +1237,28 @@ def lock(broken: Server) -> None:
 TROUBLES: dict[str, tuple[Callable[[Server], None], Callable[[Server], None], set[str]]] = {
     "down": (Server.kill, Server.start, {"connection"}),
     "hung": (Server.hang, Server.resume, {"timeout"}),
-    "locked": (lock, lambda broken: broken.client(password=SECRET).config_set("requirepass", ""), {"auth", "connection"}),
-    "full": (command("CONFIG", "SET", "maxmemory", 1), command("CONFIG", "SET", "maxmemory", 0), {"oom"}),
-    "demoted": (command("REPLICAOF", "127.0.0.1", 1), command("REPLICAOF", "NO", "ONE"), {"read_only"}),
+    "locked": (
+        lock,
+        lambda broken: broken.client(password=SECRET).config_set("requirepass", ""),
+        {"auth", "connection"},
+    ),
+    "full": (
+        command("CONFIG", "SET", "maxmemory", 1),
+        command("CONFIG", "SET", "maxmemory", 0),
+        {"oom"},
+    ),
+    "demoted": (
+        command("REPLICAOF", "127.0.0.1", 1),
+        command("REPLICAOF", "NO", "ONE"),
+        {"read_only"},
+    ),
 }
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_trouble_is_told_once_and_heals(trouble: str, client: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_is_told_once_and_heals(
+    trouble: str, client: str, caplog: pytest.LogCaptureFixture
+) -> None:
     harm, cure, kinds = TROUBLES[trouble]
     caplog.set_level(logging.INFO, "loopguard")
     with server() as broken, Driver(f"redis://{broken.address}{client}", store_timeout=1) as driver:
@@ -1094,7 +1267,12 @@ def test_trouble_is_told_once_and_heals(trouble: str, client: str, caplog: pytes
 
         eventually(lambda: driver.refuse() and "unavailable" in driver.store.health(), "the outage")
         errors = [driver.refuse() for _ in range(20)]
-        eventually(lambda: driver.well() or any(driver.metric("store_errors_total", kind=kind) for kind in kinds))
+        eventually(
+            lambda: (
+                driver.well()
+                or any(driver.metric("store_errors_total", kind=kind) for kind in kinds)
+            )
+        )
         health = driver.store.health()
         cure(broken)
         eventually(driver.well, "the recovery")
@@ -1112,7 +1290,9 @@ def test_a_hung_server_fails_all_waiting_requests(client: str) -> None:
         hung.hang()
 
         async def flood() -> list[Any]:
-            return await asyncio.gather(*(driver.ask([make_hit()], None) for _ in range(600)), return_exceptions=True)
+            return await asyncio.gather(
+                *(driver.ask([make_hit()], None) for _ in range(600)), return_exceptions=True
+            )
 
         answers = driver.run(flood())
         hung.resume()
@@ -1145,4 +1325,6 @@ def test_a_store_without_a_server_starts(caplog: pytest.LogCaptureFixture) -> No
         assert driver.store.health().startswith("unavailable: 127.0.0.1:")
         assert driver.refuse()
 
-    assert [record.message for record in caplog.records] == ["store unavailable, each replica counts for itself"]
+    assert [record.message for record in caplog.records] == [
+        "store unavailable, each replica counts for itself"
+    ]

@@ -1,7 +1,8 @@
 """The shared store breaks in every way under load, behind a fail-closed Envoy and two Loopguards: no client notices.
 
-Each test is one long story. All the while clients send requests, some always new ones and one the same again and again; Envoy
-would answer 500 or 504 for any request that a Loopguard failed to answer.
+Each test is one long story. All the while clients send requests, some always new ones and one the
+same again and again; Envoy would answer 500 or 504 for any request that a Loopguard failed to
+answer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Load:
 
     async def _run(self) -> None:
         fresh = (f"/load?n={number}" for number in itertools.count())
-        await asyncio.gather(*(self._client(targets) for targets in (fresh, fresh, fresh, itertools.repeat("/load"))))
+        await asyncio.gather(
+            *(self._client(targets) for targets in (fresh, fresh, fresh, itertools.repeat("/load")))
+        )
 
     async def _client(self, targets: Iterator[str]) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
@@ -150,7 +153,10 @@ def test_one_server_in_every_kind_of_trouble() -> None:
 @contextmanager
 def watched() -> Iterator[tuple[str, Server]]:
     with sentinels() as (watchers, primary, _):
-        yield f"redis+sentinel://{','.join(watcher.address for watcher in watchers)}/counts", primary
+        yield (
+            f"redis+sentinel://{','.join(watcher.address for watcher in watchers)}/counts",
+            primary,
+        )
 
 
 @contextmanager
@@ -192,7 +198,11 @@ def test_reject_refuses_the_third_of_a_dead_primary(trouble: str) -> None:
 
             first, second = _send_all(made, targets), _send_all(made, targets)
             health = states(made)
-            up = [guard.metric("store_up", shard=node.address) for guard in made.replicas for node in nodes]
+            up = [
+                guard.metric("store_up", shard=node.address)
+                for guard in made.replicas
+                for node in nodes
+            ]
             cure(nodes[1])
             recovered(made)
             after = _send_all(made, targets)
@@ -203,7 +213,9 @@ def test_reject_refuses_the_third_of_a_dead_primary(trouble: str) -> None:
             assert {status for target, status in first.items() if target not in lost} == {200}
             assert {target for target, status in second.items() if status == 503} == set(lost)
             assert {status for target, status in second.items() if target not in lost} == {429}
-            assert all(f"1 of 3 shards unavailable: {nodes[1].address}: " in state for state in health)
+            assert all(
+                f"1 of 3 shards unavailable: {nodes[1].address}: " in state for state in health
+            )
             assert up == [1, 0, 1] * 2
             assert {after[target] for target in lost} == {200}
             assert {after[target] for target in targets if target not in lost} == {429}
@@ -211,7 +223,10 @@ def test_reject_refuses_the_third_of_a_dead_primary(trouble: str) -> None:
 
 def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
     """By default no request is refused for it: loops that it would count are caught by each replica, the others by both."""
-    with cluster(replicas=False, full=False) as nodes, soak(f"redis+cluster://{nodes[0].address}") as made:
+    with (
+        cluster(replicas=False, full=False) as nodes,
+        soak(f"redis+cluster://{nodes[0].address}") as made,
+    ):
         nodes[1].hang()
         noticed(made)
 
@@ -231,7 +246,14 @@ def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
 def test_a_dead_store_is_what_on_store_error_says(on_store_error: str, status: int) -> None:
     with server() as gone:
         pass
-    with stack(POLICIES, "--store", f"redis://{gone.address}", "--on-store-error", on_store_error, failure_mode="deny") as made:
+    with stack(
+        POLICIES,
+        "--store",
+        f"redis://{gone.address}",
+        "--on-store-error",
+        on_store_error,
+        failure_mode="deny",
+    ) as made:
         answer = made.send("/p")
 
         assert answer.status == status
@@ -249,9 +271,14 @@ def test_a_password_is_never_shown() -> None:
             url = f"redis://:{password}@{locked.address}/1?prefix=x"
             with stack(POLICIES, "--store", url, "--log-level", "debug") as made:
                 made.send("/p")
-                pages = [made.loopguard.get(page)[1] for page in ("/readyz", "/metrics", "/policies", "/healthz")]
+                pages = [
+                    made.loopguard.get(page)[1]
+                    for page in ("/readyz", "/metrics", "/policies", "/healthz")
+                ]
 
-                assert ("ok" if password == "correct-horse" else "unavailable: WRONGPASS") in pages[0]
+                assert ("ok" if password == "correct-horse" else "unavailable: WRONGPASS") in pages[
+                    0
+                ]
                 assert "horse" not in "".join(pages)
                 made.loopguard.stop()
                 assert "horse" not in made.loopguard.output()
@@ -274,7 +301,9 @@ def test_attachments_of_different_scope_count_apart() -> None:
         url = f"redis://{shared.address}"
         with (
             stack(POLICIES, "--store", url, "--scope", "gateway", failure_mode="deny") as gateway,
-            stack(POLICIES, "--store", url, failure_mode="deny", edit=_scoped("sidecar")) as sidecar,
+            stack(
+                POLICIES, "--store", url, failure_mode="deny", edit=_scoped("sidecar")
+            ) as sidecar,
             stack(POLICIES, "--store", url, failure_mode="deny", edit=_scoped("gateway")) as second,
         ):
             statuses = [made.send("/p").status for _ in range(2) for made in (gateway, sidecar)]

@@ -26,17 +26,24 @@ KINDS = 2 + 1 + 3 + 2 + 1 + 1 + 3 + 1
 
 def ask_all(store: Driver, number: int) -> list[Any]:
     budgets = [make_bucket(), make_period(), make_breaker()]
-    [standing] = store.account([ask_in_tree(number, 1, AgentLimits(), session=limit(max_sessions=1))], NOW)
+    [standing] = store.account(
+        [ask_in_tree(number, 1, AgentLimits(), session=limit(max_sessions=1))], NOW
+    )
     settled = ask_budgets(store, [make_bucket().settle(2, NOW, "a")], NOW)
     return [
         [
             (count.count, count.looping)
-            for count in store.count([make_hit("sliding_ttl", key="a"), make_hit("fixed", key="b")], NOW)
+            for count in store.count(
+                [make_hit("sliding_ttl", key="a"), make_hit("fixed", key="b")], NOW
+            )
         ],
         store.push([make_push("a", str(number))], NOW),
         ask_store(store, LINKS[number], NOW),
         (tell(standing), standing.crowded, standing.tree),
-        [store.find_root(agent * 16, parent * 16, now=NOW) for agent, parent in ((f"{number}", "b"), ("b", "c"))],
+        [
+            store.find_root(agent * 16, parent * 16, now=NOW)
+            for agent, parent in ((f"{number}", "b"), ("b", "c"))
+        ],
         [shown(taken) for taken in [*ask_budgets(store, budgets, NOW), *settled]],
     ]
 
@@ -45,7 +52,9 @@ def test_values_of_an_unknown_version_are_missing() -> None:
     """Requests get the answers of an empty store, and count from there."""
     with server() as one, Driver(f"redis://{one.address}") as store, one.client() as client:
         first, second = [ask_all(store, number) for number in (1, 2)]
-        packed = [key for key in client.scan_iter(f"*{store.name('')}*") if client.type(key) == b"string"]
+        packed = [
+            key for key in client.scan_iter(f"*{store.name('')}*") if client.type(key) == b"string"
+        ]
         for key in packed:
             client.setrange(key, 0, UNKNOWN)
 

@@ -20,7 +20,11 @@ from tests.support.harness import PATIENCE
 from tests.support.transport import LOOPS, until
 
 FLOOD, INNOCENT = "127.0.0.2", "127.0.0.3"
-BEGUN_PER_TURN, UNDER_WAY, WAITING = 4, 128, 1_000  # bounds of handshakes that a turn begins, of all, and of connections
+BEGUN_PER_TURN, UNDER_WAY, WAITING = (
+    4,
+    128,
+    1_000,
+)  # bounds of handshakes that a turn begins, of all, and of connections
 
 
 class Place:
@@ -73,7 +77,9 @@ Run = Callable[..., None]
 
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Run:
-    def scenario(steps: Callable[[Place], Awaitable[None]], seconds: float | None = PATIENCE) -> None:
+    def scenario(
+        steps: Callable[[Place], Awaitable[None]], seconds: float | None = PATIENCE
+    ) -> None:
         async def main() -> None:
             place = Place(seconds)
             try:
@@ -209,7 +215,9 @@ def test_backlog_of_the_listening_socket_is_ours(run: Run) -> None:
 
     async def steps(place: Place) -> None:
         information = place.acceptor.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-        (backlog,) = struct.unpack_from("I", information, 28)  # tcpi_sacked, which is the backlog of who listens
+        (backlog,) = struct.unpack_from(
+            "I", information, 28
+        )  # tcpi_sacked, which is the backlog of who listens
         assert backlog == min(BACKLOG, most)
 
     run(steps)

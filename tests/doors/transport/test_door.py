@@ -35,7 +35,8 @@ from tests.support.transport import LOOPS
 PROCESS = f"/{EXT_PROC}/Process".encode()
 
 
-def opening(stream: int, path: bytes = PROCESS, **fields: Any) -> bytes:  # noqa: ANN401  # values of headers
+# Values of headers
+def opening(stream: int, path: bytes = PROCESS, **fields: Any) -> bytes:  # noqa: ANN401
     return call(stream, path, **fields)
 
 
@@ -44,7 +45,9 @@ def message(stream: int, content: bytes) -> bytes:
 
 
 def check(stream: int) -> bytes:
-    return opening(stream, f"/{HEALTH}/Check".encode()) + message(stream, HealthCheckRequest().SerializeToString())
+    return opening(stream, f"/{HEALTH}/Check".encode()) + message(
+        stream, HealthCheckRequest().SerializeToString()
+    )
 
 
 def ask(stream: int) -> bytes:
@@ -74,14 +77,23 @@ class Client:
 
     async def read(self) -> tuple[int, int, int, bytes] | None:
         """The next frame: type, flags, stream, payload; None at the end."""
-        while len(self._received) < 9 or len(self._received) < 9 + int.from_bytes(self._received[:3], "big"):
-            more = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.socket, 65_536), PATIENCE)
+        while len(self._received) < 9 or len(self._received) < 9 + int.from_bytes(
+            self._received[:3], "big"
+        ):
+            more = await asyncio.wait_for(
+                asyncio.get_running_loop().sock_recv(self.socket, 65_536), PATIENCE
+            )
             if not more:
                 return None
             self._received += more
         size, received = int.from_bytes(self._received[:3], "big"), self._received
         self._received = received[9 + size :]
-        return received[3], received[4], int.from_bytes(received[5:9], "big"), received[9 : 9 + size]
+        return (
+            received[3],
+            received[4],
+            int.from_bytes(received[5:9], "big"),
+            received[9 : 9 + size],
+        )
 
     async def read_until(self, kind: int, stream: int, flags: int = 0) -> bytes:
         """The payload of the next frame of that kind, with these flags."""
@@ -133,7 +145,8 @@ class Door:
 
 
 @asynccontextmanager
-async def _door(service: Service | None, **more: Any) -> AsyncIterator[Door]:  # noqa: ANN401  # of FastServer
+# Of FastServer
+async def _door(service: Service | None, **more: Any) -> AsyncIterator[Door]:  # noqa: ANN401
     health = Health()
     health.set(serving=True)
     server = FastServer(service or make_service(policy("p", ANY)), health, **more)
@@ -151,7 +164,9 @@ Run = Callable[..., None]
 
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Run:
-    def scenario(steps: Callable[[Door], Awaitable[None]], service: Service | None = None, **more: object) -> None:
+    def scenario(
+        steps: Callable[[Door], Awaitable[None]], service: Service | None = None, **more: object
+    ) -> None:
         async def main() -> None:
             async with _door(service, **more) as door:
                 await steps(door)
@@ -190,13 +205,18 @@ def test_client_that_never_reads_is_no_longer_read(run: Run) -> None:
     requests = b"".join([opening(number) + ask(number) for number in range(1, 80_000, 2)])
 
     async def steps(door: Door) -> None:
-        mute = door.connect(HELLO + frame(http2.WINDOW_UPDATE, 0, 0, (2**31 - 65_536).to_bytes(4, "big")))
+        mute = door.connect(
+            HELLO + frame(http2.WINDOW_UPDATE, 0, 0, (2**31 - 65_536).to_bytes(4, "big"))
+        )
         mute.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         sending = asyncio.ensure_future(mute.send(requests))
         before, answered = -1.0, 0.0
         while before != answered:
             await asyncio.sleep(0.3)
-            before, answered = answered, sample(service, "requests_total", policy="p", mode="enforce", action="reject")
+            before, answered = (
+                answered,
+                sample(service, "requests_total", policy="p", mode="enforce", action="reject"),
+            )
         await door.innocent()
 
         assert 0 < answered < 30_000
@@ -272,7 +292,9 @@ def test_connection_without_a_whole_greeting_is_closed(run: Run, said: bytes) ->
     run(steps, hello_seconds=0.2)
 
 
-def test_logs_of_protocol_errors_are_rate_limited(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_of_protocol_errors_are_rate_limited(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
 
     async def steps(door: Door) -> None:
@@ -291,7 +313,9 @@ BOMB: dict[str, Any] = {f"x-{number}": b"1" for number in range(300)}
 # tests/unit/transport has a flood of every kind.
 ATTACKS = {
     "a header bomb (CVE-2016-6581)": opening(1, **BOMB),
-    "rapid reset (CVE-2023-44487)": b"".join(opening(each) + frame(http2.RST_STREAM, 0, each, bytes(4)) for each in NUMBERS),
+    "rapid reset (CVE-2023-44487)": b"".join(
+        opening(each) + frame(http2.RST_STREAM, 0, each, bytes(4)) for each in NUMBERS
+    ),
     "windows that change (CVE-2019-9511)": b"".join(map(opening, range(1, 1_800, 2)))
     + (SHUT + frame(http2.SETTINGS, 0, 0)) * 6_000,
 }
@@ -312,7 +336,12 @@ def test_attack_ends_only_its_own_connection(run: Run, attack: bytes) -> None:
 
 
 def test_metadata_of_any_bytes_is_accepted(run: Run) -> None:
-    pairs = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", PROCESS), (b"content-type", b"application/grpc"))
+    pairs = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", PROCESS),
+        (b"content-type", b"application/grpc"),
+    )
     odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
 
     async def steps(door: Door) -> None:
@@ -326,7 +355,8 @@ def test_longest_idle_of_too_many_connections_is_closed(run: Run) -> None:
         live = await door.greet(HELLO + opening(1))
         idle = [await door.greet() for _ in range(4)]
         before = asyncio.get_running_loop().time()
-        while asyncio.get_running_loop().time() < before + 0.002:  # noqa: ASYNC110  # uvloop counts milliseconds
+        # Uvloop counts milliseconds
+        while asyncio.get_running_loop().time() < before + 0.002:  # noqa: ASYNC110
             await asyncio.sleep(0)
         silent = idle.pop(1)
         for client in idle:
@@ -363,7 +393,9 @@ def test_calls_begun_after_goaway_are_answered(run: Run) -> None:
 
 def test_new_connection_is_refused_where_all_are_busy(run: Run) -> None:
     async def steps(door: Door) -> None:
-        live = [await door.greet(HELLO + opening(1)) for _ in range(3)]  # one more than the bound makes room for
+        live = [
+            await door.greet(HELLO + opening(1)) for _ in range(3)
+        ]  # one more than the bound makes room for
         with pytest.raises((AssertionError, ConnectionResetError)):
             await door.innocent()
         for client in live:

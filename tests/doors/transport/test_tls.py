@@ -31,13 +31,27 @@ from extproc.cli.main import main
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.options import read_options
-from extproc.settings import SubjectName, parse_address, parse_subject_name, parse_subject_names, read_settings
+from extproc.settings import (
+    SubjectName,
+    parse_address,
+    parse_subject_name,
+    parse_subject_names,
+    read_settings,
+)
 from extproc.transport.fast import FastServer
 from extproc.transport.health import EXT_PROC, Health
 from extproc.transport.tls import Certificates
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
-from tests.support.harness import PATIENCE, Envoy, Loopguard, Stack, eventually, stack, write_policies
+from tests.support.harness import (
+    PATIENCE,
+    Envoy,
+    Loopguard,
+    Stack,
+    eventually,
+    stack,
+    write_policies,
+)
 from tests.support.http2 import HELLO
 from tests.support.messages import headers
 from tests.support.service import make_service, sample
@@ -59,13 +73,21 @@ AUTHORITY = trustme.CA()
 STRANGER = trustme.CA()
 
 
-def issue(folder: Path, *names: str, by: trustme.CA = AUTHORITY, trusting: trustme.CA = AUTHORITY, **more: Any) -> Files:  # noqa: ANN401  # of issue_cert
+def issue(
+    folder: Path,
+    *names: str,
+    by: trustme.CA = AUTHORITY,
+    trusting: trustme.CA = AUTHORITY,
+    **more: Any,  # noqa: ANN401  # of issue_cert
+) -> Files:
     """Write a certificate, as a rotation by renaming does it."""
     folder.mkdir(exist_ok=True)
     made = by.issue_cert(*names, **more)
     chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
     files = Files(folder / "tls.crt", folder / "tls.key", folder / "ca.crt")
-    for file, text in zip(files, (chain, made.private_key_pem.bytes(), trusting.cert_pem.bytes()), strict=True):
+    for file, text in zip(
+        files, (chain, made.private_key_pem.bytes(), trusting.cert_pem.bytes()), strict=True
+    ):
         fresh = file.with_suffix(".tmp")
         fresh.write_bytes(text)
         fresh.replace(file)
@@ -76,7 +98,9 @@ def issue_client(folder: Path, name: str, by: trustme.CA = AUTHORITY) -> Files:
     """A client's certificate. trustme cannot issue one for a URI."""
     files = issue(folder / name.replace("/", "-"), "10.0.0.1" if "://" in name else name, by=by)
     if "://" in name:
-        files.cert.write_bytes(reissue(files.cert.read_bytes(), x509.UniformResourceIdentifier(name), by))
+        files.cert.write_bytes(
+            reissue(files.cert.read_bytes(), x509.UniformResourceIdentifier(name), by)
+        )
     return files
 
 
@@ -94,12 +118,18 @@ def reissue(chain: bytes, name: x509.GeneralName, by: trustme.CA) -> bytes:
 
 
 def of_server(files: Files, *san: str) -> dict[str, str]:
-    chosen = {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_client_ca": str(files.ca)}
+    chosen = {
+        "tls_cert": str(files.cert),
+        "tls_key": str(files.key),
+        "tls_client_ca": str(files.ca),
+    }
     return chosen | ({"tls_client_san": ",".join(san)} if san else {})
 
 
 def on_command_line(chosen: dict[str, str]) -> list[str]:
-    return [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", value)]
+    return [
+        word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", value)
+    ]
 
 
 def load(files: Files, metrics: Metrics | None = None) -> Certificates:
@@ -137,7 +167,9 @@ def test_subject_names_are_told_apart_by_their_form(text: str, name: SubjectName
 
 @pytest.mark.parametrize("text", ["*.example", "a b", "-a", "a/b"])
 def test_invalid_subject_name_is_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match="must be a DNS name, an IP address or a URI such as spiffe://"):
+    with pytest.raises(
+        ValueError, match="must be a DNS name, an IP address or a URI such as spiffe://"
+    ):
         parse_subject_names(f"good.example,{text}")
 
 
@@ -167,8 +199,14 @@ def test_loopback_and_unix_sockets_are_local(text: str, local: bool) -> None:
         (["--tls-cert", "c"], "--tls-cert needs --tls-key and --tls-client-ca as well"),
         (["--tls-cert", "c", "--tls-key", "k"], "--tls-cert needs --tls-client-ca as well"),
         (["--tls-client-ca", "a"], "--tls-client-ca needs --tls-cert and --tls-key as well"),
-        (["--tls-client-san", "a"], "--tls-client-san needs --tls-cert and --tls-key and --tls-client-ca as well"),
-        (["--tls-client-san", "a b"], "--tls-client-san must be a DNS name, an IP address or a URI such as "),
+        (
+            ["--tls-client-san", "a"],
+            "--tls-client-san needs --tls-cert and --tls-key and --tls-client-ca as well",
+        ),
+        (
+            ["--tls-client-san", "a b"],
+            "--tls-client-san must be a DNS name, an IP address or a URI such as ",
+        ),
     ],
 )
 def test_incomplete_tls_flags_name_the_missing_ones(
@@ -191,16 +229,33 @@ YESTERDAY = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
 
 
 def expire(files: Files) -> None:
-    issue(files.cert.parent, SERVER, not_before=YESTERDAY - dt.timedelta(days=1), not_after=YESTERDAY)
+    issue(
+        files.cert.parent, SERVER, not_before=YESTERDAY - dt.timedelta(days=1), not_after=YESTERDAY
+    )
 
 
 BROKEN: dict[str, tuple[Callable[[Files], object], str]] = {
-    "no certificate": (lambda files: files.cert.unlink(), "--tls-cert {cert}: No such file or directory"),
+    "no certificate": (
+        lambda files: files.cert.unlink(),
+        "--tls-cert {cert}: No such file or directory",
+    ),
     "no key": (lambda files: files.key.unlink(), "--tls-key {key}: No such file or directory"),
-    "no authority": (lambda files: files.ca.unlink(), "--tls-client-ca {ca}: No such file or directory"),
-    "empty certificate": (lambda files: files.cert.write_bytes(b""), "--tls-cert {cert}: contains no PEM certificate"),
-    "rubbish key": (lambda files: files.key.write_bytes(b"\x00\xff"), "--tls-key {key}: contains no PEM private key"),
-    "rubbish authority": (lambda files: files.ca.write_bytes(b"hello"), "--tls-client-ca {ca}: contains no PEM certificate"),
+    "no authority": (
+        lambda files: files.ca.unlink(),
+        "--tls-client-ca {ca}: No such file or directory",
+    ),
+    "empty certificate": (
+        lambda files: files.cert.write_bytes(b""),
+        "--tls-cert {cert}: contains no PEM certificate",
+    ),
+    "rubbish key": (
+        lambda files: files.key.write_bytes(b"\x00\xff"),
+        "--tls-key {key}: contains no PEM private key",
+    ),
+    "rubbish authority": (
+        lambda files: files.ca.write_bytes(b"hello"),
+        "--tls-client-ca {ca}: contains no PEM certificate",
+    ),
     "no authority's certificate": (
         lambda files: files.ca.write_bytes(files.cert.read_bytes()),
         "--tls-client-ca {ca}: contains no CA certificate",
@@ -218,7 +273,9 @@ BROKEN: dict[str, tuple[Callable[[Files], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_file_is_reported_and_last_good_files_stay(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_file_is_reported_and_last_good_files_stay(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """At the start it is an error. The next good files are taken."""
     files, metrics = issue(tmp_path, SERVER), Metrics()
     certificates = load(files, metrics)
@@ -238,7 +295,9 @@ def test_broken_file_is_reported_and_last_good_files_stay(case: str, tmp_path: P
 
     assert str(failure.value) == told
     assert kept == before
-    assert [vars(record)["fields"]["error"] for record in caplog.records if record.levelname == "ERROR"] == [told]
+    assert [
+        vars(record)["fields"]["error"] for record in caplog.records if record.levelname == "ERROR"
+    ] == [told]
     assert count_rotations(metrics) == [1, 1]
     assert certificates.pem.chain == files.cert.read_bytes() != before.chain
 
@@ -302,7 +361,9 @@ class Door(NamedTuple):
         options = [("grpc.ssl_target_name_override", SERVER)]
         where = f"127.0.0.1:{self.port}"
         channel = (
-            grpc.aio.secure_channel(where, credentials, options) if credentials else grpc.aio.insecure_channel(where, options)
+            grpc.aio.secure_channel(where, credentials, options)
+            if credentials
+            else grpc.aio.insecure_channel(where, options)
         )
         async with channel:
             call = channel.stream_stream(f"/{EXT_PROC}/Process")(timeout=PATIENCE)
@@ -317,15 +378,21 @@ class Door(NamedTuple):
 
 
 @pytest.fixture(params=TRANSPORTS)
-def at_door(request: pytest.FixtureRequest, folder: Path) -> Callable[[Callable[[Door], Awaitable[None]]], None]:
+def at_door(
+    request: pytest.FixtureRequest, folder: Path
+) -> Callable[[Callable[[Door], Awaitable[None]]], None]:
     """Run a scenario against each transport, which lets in `ENVOY` and `10.0.0.1` of AUTHORITY."""
 
     def scenario(steps: Callable[[Door], Awaitable[None]]) -> None:
         async def run() -> None:
             service, health = make_service(policy("all", ANY)), Health()
             server = TRANSPORTS[request.param](service, health)
-            chosen = read_settings(of_server(issue(folder / "server", SERVER), ENVOY, "10.0.0.1"), {})
-            where = await server.start(parse_address("127.0.0.1:0"), Certificates(chosen, service.metrics))
+            chosen = read_settings(
+                of_server(issue(folder / "server", SERVER), ENVOY, "10.0.0.1"), {}
+            )
+            where = await server.start(
+                parse_address("127.0.0.1:0"), Certificates(chosen, service.metrics)
+            )
             health.set(serving=True)
             try:
                 await steps(Door(int(where.rpartition(":")[2]), service, request.param == "fast"))
@@ -349,7 +416,8 @@ def credentials_of(files: Files | None) -> grpc.ChannelCredentials:
 
 def counted(door: Door) -> float:
     return sum(
-        sample(door.service, "requests_total", policy="all", mode="enforce", action=action) for action in ("allow", "reject")
+        sample(door.service, "requests_total", policy="all", mode="enforce", action=action)
+        for action in ("allow", "reject")
     )
 
 
@@ -379,12 +447,19 @@ def test_only_named_clients_of_the_authority_are_answered(
     async def steps(door: Door) -> None:
         status = await door.ask(show(folder))
 
-        # A client that is refused while it still sends may report the end of the stream as INTERNAL.
-        assert status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INTERNAL)
+        # A client that is refused while it still sends may report the end of the stream as
+        # INTERNAL.
+        assert status in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.PERMISSION_DENIED,
+            grpc.StatusCode.INTERNAL,
+        )
         assert counted(door) == 0
         if door.is_fast and logged:
             assert sample(door.service, "tls_refused_total") > 0  # grpc tries again
-            assert logged in {record.fields["error"] for record in caplog.records if hasattr(record, "fields")}
+            assert logged in {
+                record.fields["error"] for record in caplog.records if hasattr(record, "fields")
+            }
         for number, name in enumerate((ENVOY, "10.0.0.1"), start=1):
             assert await door.ask(credentials_of(issue_client(folder, name))) is grpc.StatusCode.OK
             assert counted(door) == number
@@ -395,8 +470,12 @@ def test_only_named_clients_of_the_authority_are_answered(
 def test_client_without_alpn_h2_is_refused(at_door: AtDoor, folder: Path) -> None:
     async def steps(door: Door) -> None:
         client = client_context(issue_client(folder, ENVOY))
-        with contextlib.suppress(OSError):  # TLS 1.3: the client is done before the server has looked
-            reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=client, server_hostname=SERVER)
+        with contextlib.suppress(
+            OSError
+        ):  # TLS 1.3: the client is done before the server has looked
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", door.port, ssl=client, server_hostname=SERVER
+            )
             assert await reader.read() == b""
             writer.close()
 
@@ -412,12 +491,18 @@ def client_context(files: Files | None) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("new_loop", LOOPS.values(), ids=LOOPS)
-def test_stalled_handshake_is_ended(folder: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_stalled_handshake_is_ended(
+    folder: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def run() -> None:
         server = FastServer(make_service(policy("all", ANY)), Health(), hello_seconds=0.05)
-        where = await server.start(parse_address("127.0.0.1:0"), load(issue(folder / "server", SERVER)))
+        where = await server.start(
+            parse_address("127.0.0.1:0"), load(issue(folder / "server", SERVER))
+        )
         for said in (b"", b"\x16\x03\x01\x02\x00"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(where.rpartition(":")[2]))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(where.rpartition(":")[2])
+            )
             writer.write(said)
             async with asyncio.timeout(PATIENCE):
                 assert await reader.read() == b""
@@ -431,7 +516,11 @@ def test_stalled_handshake_is_ended(folder: Path, new_loop: Callable[[], asyncio
 # ---- A running Loopguard, and Envoy
 
 
-POLICIES = bundle(policy("all", {"pathPrefix": "/"}, threshold_identical_requests=3, limit_keys=["header:x-user-id"]))
+POLICIES = bundle(
+    policy(
+        "all", {"pathPrefix": "/"}, threshold_identical_requests=3, limit_keys=["header:x-user-id"]
+    )
+)
 
 
 @contextlib.contextmanager
@@ -492,26 +581,47 @@ def test_envoy_rejects_a_server_of_another_name(guarded: Guarded, tmp_path: Path
     envoy = Envoy(tmp_path, read_options(EnvoyOptions, options))
     try:
         other = Stack(tmp_path, made.upstream, made.loopguard, envoy)
-        eventually(lambda: listens(envoy.port), "Envoy's listener")  # it waits for the first health check
+        eventually(
+            lambda: listens(envoy.port), "Envoy's listener"
+        )  # it waits for the first health check
         statuses = {other.send("/loop", headers={"x-user-id": "victim"}).status for _ in range(5)}
     finally:
         envoy.stop()
 
     assert statuses == {500}
-    assert (made.loopguard.metric("requests_total"), made.loopguard.metric("unmatched_total")) == before
+    assert (
+        made.loopguard.metric("requests_total"),
+        made.loopguard.metric("unmatched_total"),
+    ) == before
 
 
-def test_healthcheck_needs_a_client_certificate(guarded: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_healthcheck_needs_a_client_certificate(
+    guarded: Guarded, capsys: pytest.CaptureFixture[str]
+) -> None:
     made, server, client = guarded
-    flags = ["--tls-ca", str(server.ca), "--tls-cert", str(client.cert), "--tls-key", str(client.key)]
+    flags = [
+        "--tls-ca",
+        str(server.ca),
+        "--tls-cert",
+        str(client.cert),
+        "--tls-key",
+        str(client.key),
+    ]
     asked = ["healthcheck", "--address", made.loopguard.address]
 
-    codes = [main([*asked, *flags, "--tls-server-name", SERVER]), main([*asked, *flags]), main(asked)]
+    codes = [
+        main([*asked, *flags, "--tls-server-name", SERVER]),
+        main([*asked, *flags]),
+        main(asked),
+    ]
 
     printed = capsys.readouterr()
     assert codes == [0, 1, 1]
     assert printed.out == "serving\n"
-    assert [line.split(":")[0] for line in printed.err.splitlines()] == ["UNAVAILABLE", "UNAVAILABLE"]
+    assert [line.split(":")[0] for line in printed.err.splitlines()] == [
+        "UNAVAILABLE",
+        "UNAVAILABLE",
+    ]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -529,7 +639,9 @@ def test_rotation_under_traffic_costs_no_request(tmp_path: Path, transport: str)
         try:
             before = seen_certificate(made.loopguard.address, client)
             issue(server.cert.parent, SERVER)
-            eventually(lambda: seen_certificate(made.loopguard.address, client) != before, "the rotation")
+            eventually(
+                lambda: seen_certificate(made.loopguard.address, client) != before, "the rotation"
+            )
             so_far = len(statuses)
             eventually(lambda: len(statuses) > so_far + 20, "more traffic")
         finally:
@@ -558,8 +670,13 @@ def test_clients_of_a_replaced_authority_are_refused(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def connect(where: str, context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> Iterator[ssl.SSLSocket]:
-    """A connection on which the server has answered a greeting. TLS 1.2 resumes sessions without a question."""
+def connect(
+    where: str, context: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> Iterator[ssl.SSLSocket]:
+    """A connection on which the server has answered a greeting.
+
+    TLS 1.2 resumes sessions without a question.
+    """
     context.set_alpn_protocols(["h2"])
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with socket.socket(socket.AF_UNIX) as plain:
@@ -586,12 +703,22 @@ def seen_certificate(where: str, client: Files) -> bytes | None:
         ("127.0.0.1:0", [], False),
     ],
 )
-def test_plaintext_port_open_to_others_is_warned_about(tmp_path: Path, listen: str, arguments: list[str], warned: bool) -> None:
+def test_plaintext_port_open_to_others_is_warned_about(
+    tmp_path: Path, listen: str, arguments: list[str], warned: bool
+) -> None:
     write_policies(tmp_path, POLICIES)
-    flags = on_command_line(of_server(issue(tmp_path / "server", SERVER))) if arguments == ["TLS"] else arguments
+    flags = (
+        on_command_line(of_server(issue(tmp_path / "server", SERVER)))
+        if arguments == ["TLS"]
+        else arguments
+    )
     running = Loopguard(tmp_path, *flags, listen=listen)
     try:
-        lines = [line for line in running.output().splitlines() if "anyone who can reach this port can submit requests" in line]
+        lines = [
+            line
+            for line in running.output().splitlines()
+            if "anyone who can reach this port can submit requests" in line
+        ]
     finally:
         running.stop()
 

@@ -33,7 +33,8 @@ from tests.support.service import FailingStore, make_service, sample
 from tests.support.transport import TRANSPORTS, Run, Running, open_running, until
 
 
-async def _exchange(call: Any, *messages: Any) -> list[str | None]:  # noqa: ANN401  # grpc is untyped
+# Grpc is untyped
+async def _exchange(call: Any, *messages: Any) -> list[str | None]:  # noqa: ANN401
     """Send each message after the answer to the one before; returns the kinds of the answers."""
     kinds = []
     for message in messages:
@@ -61,9 +62,16 @@ def test_call_is_answered_and_ended_with_ok(run: Run, later: bool) -> None:
 def test_streamed_messages_are_answered_in_order(run: Run, later: bool) -> None:
     async def steps(made: Running) -> None:
         call = made.process()
-        for message in (headers(mode="STREAMED"), body(b"a", end=False), body(b"b", end=False), body(b"c")):
+        for message in (
+            headers(mode="STREAMED"),
+            body(b"a", end=False),
+            body(b"b", end=False),
+            body(b"c"),
+        ):
             await call.write(message.SerializeToString())
-        answers = [ProcessingResponse.FromString(answer).WhichOneof("response") async for answer in call]
+        answers = [
+            ProcessingResponse.FromString(answer).WhichOneof("response") async for answer in call
+        ]
 
         assert answers == ["request_headers", *["request_body"] * 3]
         assert await call.code() is grpc.StatusCode.OK
@@ -92,7 +100,9 @@ def test_waiting_upload_makes_room_for_a_new_call(run: Run) -> None:
         await _exchange(newcomer, headers(), body(b"x"))
 
         assert sample(made.service, "uncounted_total", policy="p", reason="overload") == 1
-        if isinstance(made.server, GrpcServer):  # there the next message ends it, here it has ended already
+        if isinstance(
+            made.server, GrpcServer
+        ):  # there the next message ends it, here it has ended already
             assert await _exchange(stalled, body(b"x")) == ["request_body"]
         assert await stalled.read() is grpc.aio.EOF
         assert await stalled.code() is grpc.StatusCode.OK
@@ -156,7 +166,10 @@ def test_health_is_checked_and_watched(run: Run) -> None:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_reservation_of_a_held_request_ends_if_client_leaves(run: Run, leaves: bool) -> None:
     held = policy("p", ANY, action="throttle", threshold_identical_requests=2, max_delay_ms=30_000)
-    held["spec"] |= {"session": {"keys": ["header:x-session-id"]}, "session_limits": {"max_cost_per_session": 1.0}}
+    held["spec"] |= {
+        "session": {"keys": ["header:x-session-id"]},
+        "session_limits": {"max_cost_per_session": 1.0},
+    }
     held["spec"]["session_limits"]["unknown_model"] = {"input": 2, "output": 8}
     service = make_service(held)
     messages = headers(x_session_id="s"), body(b"{}" * 500)
@@ -221,7 +234,9 @@ def test_address_in_use_is_reported(name: str, tmp_path: Path) -> None:
         held.bind(str(tmp_path / "held"))
         held.listen()
         for where in (f"127.0.0.1:{taken.getsockname()[1]}", f"unix:{tmp_path}/held"):
-            with pytest.raises(LoopguardError, match=f"cannot listen on {where}: Address already in use"):
+            with pytest.raises(
+                LoopguardError, match=f"cannot listen on {where}: Address already in use"
+            ):
                 asyncio.run(listen(where))
     asyncio.run(listen(f"unix:{tmp_path}/held"))
     with pytest.raises(LoopguardError, match="No such file or directory"):
@@ -229,26 +244,40 @@ def test_address_in_use_is_reported(name: str, tmp_path: Path) -> None:
 
 
 H2SPEC = os.environ.get("H2SPEC") or shutil.which("h2spec")
-# Two cases announce a header table larger than our SETTINGS allow and want it accepted; hpack/6.3/1 wants the opposite.
+# Two cases announce a header table larger than our SETTINGS allow and want it accepted; hpack/6.3/1
+# wants the opposite.
 H2SPEC_FAILURES = 2
 
 
 @pytest.mark.skipif(
-    H2SPEC is None, reason="h2spec is not installed (go install github.com/summerwind/h2spec/cmd/h2spec@latest)"
+    H2SPEC is None,
+    reason="h2spec is not installed (go install github.com/summerwind/h2spec/cmd/h2spec@latest)",
 )
 def test_h2spec() -> None:
     async def main() -> str:
         async with open_running("fast", make_service(policy("p", ANY))) as made:
             host, _, port = made.where.rpartition(":")
             run = await asyncio.create_subprocess_exec(
-                str(H2SPEC), "-h", host, "-p", port, "-o", "2", "generic", "http2", "hpack", stdout=subprocess.PIPE
+                str(H2SPEC),
+                "-h",
+                host,
+                "-p",
+                port,
+                "-o",
+                "2",
+                "generic",
+                "http2",
+                "hpack",
+                stdout=subprocess.PIPE,
             )
             output, _ = await run.communicate()
             return output.decode()
 
     output = asyncio.run(main())
 
-    assert f"145 tests, {145 - H2SPEC_FAILURES} passed, 0 skipped, {H2SPEC_FAILURES} failed" in output, output[-3_000:]
+    assert (
+        f"145 tests, {145 - H2SPEC_FAILURES} passed, 0 skipped, {H2SPEC_FAILURES} failed" in output
+    ), output[-3_000:]
     assert "14: Sends a dynamic table size update" in output
 
 
@@ -266,18 +295,26 @@ async def converse(running: Running, *messages: ProcessingRequest) -> list[Proce
 
 
 def _join(answers: Sequence[ProcessingResponse]) -> bytes:
-    return b"".join([answer.request_body.response.body_mutation.streamed_response.body for answer in answers])
+    return b"".join(
+        [answer.request_body.response.body_mutation.streamed_response.body for answer in answers]
+    )
 
 
 def test_full_duplex_body_comes_back_whole(run: Run) -> None:
     async def steps(running: Running) -> None:
         chunks = [body(bytes([number]) * 50_000, end=False) for number in range(30)]
-        passed = [await converse(running, headers(mode=DUPLEX), *chunks, TRAILERS) for _ in range(2)]
+        passed = [
+            await converse(running, headers(mode=DUPLEX), *chunks, TRAILERS) for _ in range(2)
+        ]
         [refused] = await converse(running, headers(mode=DUPLEX), *chunks, TRAILERS)
 
         for answers in passed:
             kinds = [answer.WhichOneof("response") for answer in answers]
-            assert (kinds[0], set(kinds[1:-1]), kinds[-1]) == ("request_headers", {"request_body"}, "request_trailers")
+            assert (kinds[0], set(kinds[1:-1]), kinds[-1]) == (
+                "request_headers",
+                {"request_body"},
+                "request_trailers",
+            )
             assert _join(answers) == b"".join([chunk.request_body.body for chunk in chunks])
         assert refused.immediate_response.status.code == 429
         await until(lambda: running.service.streams == 0)

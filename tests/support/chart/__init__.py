@@ -27,18 +27,26 @@ ENFORCING: Values = {
 }
 
 # The chart's own defaults for these.
-DEFAULTS: Values = {"shadow": {"enabled": True}, "networkPolicy": {"gateways": [], "monitoring": []}}
+DEFAULTS: Values = {
+    "shadow": {"enabled": True},
+    "networkPolicy": {"gateways": [], "monitoring": []},
+}
 
 
 def read_cases() -> dict[str, Values]:
     files = sorted((CHART / "ci").glob("*-values.yaml"))
-    found = {file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text()) for file in files}
+    found = {
+        file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text())
+        for file in files
+    }
     return {"defaults": DEFAULTS, **found}
 
 
 def read_examples() -> dict[str, Values]:
     files = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
-    return {f"example-{file.stem}": helm_python.values_from_yaml(file.read_text()) for file in files}
+    return {
+        f"example-{file.stem}": helm_python.values_from_yaml(file.read_text()) for file in files
+    }
 
 
 CASES = {**read_cases(), **read_examples()}
@@ -49,7 +57,9 @@ def chart() -> helm_python.Chart:
     return helm_python.Chart.load(CHART)
 
 
-def rendered(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
+def rendered(
+    values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE
+) -> dict[str, str]:
     return chart().render(merged(ENFORCING, values), name=release, namespace=namespace)
 
 
@@ -65,7 +75,12 @@ def render_objects(values: str, release: str, namespace: str) -> str:
 
 
 def split(texts: Mapping[str, str]) -> list[Object]:
-    documents = [part for name, text in texts.items() if name.endswith(".yaml") for part in f"\n{text}".split("\n---\n")]
+    documents = [
+        part
+        for name, text in texts.items()
+        if name.endswith(".yaml")
+        for part in f"\n{text}".split("\n---\n")
+    ]
     return [made for made in map(helm_python.values_from_yaml, documents) if made]
 
 
@@ -99,7 +114,9 @@ def refusal(values: Values) -> str:
 
 def problems(values: Values) -> list[str]:
     """The sentences of the chart's own checks that refuse values."""
-    return [line.removeprefix("- ") for line in refusal(values).splitlines() if line.startswith("- ")]
+    return [
+        line.removeprefix("- ") for line in refusal(values).splitlines() if line.startswith("- ")
+    ]
 
 
 def with_policies(*policies: Object, **more: object) -> Values:
@@ -113,6 +130,8 @@ def merged(*several: Values) -> Values:
         for key, item in values.items():
             below = made.get(key)
             made[key] = (
-                merged(below, item) if isinstance(below, dict) and isinstance(item, dict) else json.loads(json.dumps(item))
+                merged(below, item)
+                if isinstance(below, dict) and isinstance(item, dict)
+                else json.loads(json.dumps(item))
             )
     return made

@@ -10,13 +10,19 @@ from tests.support.chart import Object
 
 HCM = "envoy.filters.network.http_connection_manager"
 
-# The ports of a listener and of its routes, by context: a gateway's pods listen on the targetPort of their
-# Service, and its routes go by the port of the Gateway's server; one inbound listener serves every port of a workload.
+# The ports of a listener and of its routes, by context: a gateway's pods listen on the targetPort
+# of their Service, and its routes go by the port of the Gateway's server; one inbound listener
+# serves every port of a workload.
 PORTS = {"GATEWAY": (8443, 443), "SIDECAR_INBOUND": (15006, 8080), "SIDECAR_OUTBOUND": (443, 443)}
 
 
 # Istio's settings of HTTP connections that the chart leaves alone; tests/mesh checks them.
-LEFT = {"use_remote_address": True, "normalize_path": True, "merge_slashes": None, "proxy_100_continue": True}
+LEFT = {
+    "use_remote_address": True,
+    "normalize_path": True,
+    "merge_slashes": None,
+    "proxy_100_continue": True,
+}
 
 
 def without_loopguard(bootstrap: Object) -> Object:
@@ -29,9 +35,13 @@ def without_loopguard(bootstrap: Object) -> Object:
     for key, value in LEFT.items():
         manager.pop(key, None)
         manager |= {} if value is None else {key: value}
-    manager["access_log"] = [item for item in manager["access_log"] if item["name"] == "envoy.access_loggers.stdout"]
+    manager["access_log"] = [
+        item for item in manager["access_log"] if item["name"] == "envoy.access_loggers.stdout"
+    ]
     manager["internal_address_config"] = {}  # as older Envoys have it where nothing is said
-    manager["http_filters"] = [item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.router"]
+    manager["http_filters"] = [
+        item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.router"
+    ]
     for host in manager["route_config"]["virtual_hosts"]:
         del host["response_headers_to_add"]
         for route in host["routes"]:
@@ -76,7 +86,9 @@ def _find(bootstrap: Object, place: str, match: Object) -> Iterator[Object]:
     elif place == "CLUSTER":
         for cluster in bootstrap["static_resources"]["clusters"]:
             if cluster["name"] == match["cluster"]["name"]:
-                cluster.pop("typed_extension_protocol_options")  # what an Any holds is replaced as a whole
+                cluster.pop(
+                    "typed_extension_protocol_options"
+                )  # what an Any holds is replaced as a whole
                 yield cluster
     else:
         assert place == "HTTP_ROUTE"
@@ -95,7 +107,9 @@ def _on_port(match: Object) -> bool:
 def _routes(bootstrap: Object, wanted: Object) -> Iterator[Object]:
     for host in http_manager(bootstrap)["route_config"]["virtual_hosts"]:
         if wanted.get("name", host["name"]) == host["name"]:
-            yield from (route for route in host["routes"] if route["name"] == wanted["route"]["name"])
+            yield from (
+                route for route in host["routes"] if route["name"] == wanted["route"]["name"]
+            )
 
 
 def merge(message: Object, other: Object) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from tests.support.chart.envoy_gateway import TEXT, Schema, a_list, a_map, an_object
 
-_DURATION: Schema = {"type": "string", "pattern": "^[1-9][0-9]*[smh]$"}  # what Go's time.ParseDuration takes
+_DURATION: Schema = {
+    "type": "string",
+    "pattern": "^[1-9][0-9]*[smh]$",
+}  # what Go's time.ParseDuration takes
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _URL: Schema = {"type": "string", "pattern": "^https?://[^/]+"}
 
@@ -25,7 +28,11 @@ _METRIC = a_map(
 _TEMPLATE = an_object(
     "argoproj.io/v1alpha1",
     "ClusterAnalysisTemplate",
-    a_map("metrics", args=a_list(a_map("name", name=TEXT, value={"type": "string"})), metrics=a_list(_METRIC)),
+    a_map(
+        "metrics",
+        args=a_list(a_map("name", name=TEXT, value={"type": "string"})),
+        metrics=a_list(_METRIC),
+    ),
 )
 _TEMPLATE["properties"]["metadata"] = a_map(
     "name", name=TEXT, labels={"type": "object", "additionalProperties": {"type": "string"}}
@@ -36,7 +43,11 @@ ROLLOUTS: dict[str, Schema] = {
     "MetricTemplate": an_object(
         "flagger.app/v1beta1",
         "MetricTemplate",
-        a_map("provider query", provider=a_map("type address", type={"const": "prometheus"}, address=_URL), query=TEXT),
+        a_map(
+            "provider query",
+            provider=a_map("type address", type={"const": "prometheus"}, address=_URL),
+            query=TEXT,
+        ),
     ),
 }
 

@@ -7,7 +7,16 @@ from typing import Any
 
 from msgspec import Raw, Struct, json
 
-from extproc.apis.api import Api, Completion, Endpoint, Question, Refusal, ToolList, ToolWords, frame_json
+from extproc.apis.api import (
+    Api,
+    Completion,
+    Endpoint,
+    Question,
+    Refusal,
+    ToolList,
+    ToolWords,
+    frame_json,
+)
 from extproc.apis.contents import read_object
 from extproc.apis.conversation import ASSISTANT, TOOL, USER, Shape
 from extproc.apis.messages import CALL, RESULT, TEXT, Part
@@ -56,7 +65,17 @@ def _complete(completion: Completion, _: Question) -> Framed:
 API = Api(
     paths={r"/talk\Z": Endpoint(_write_error, _complete)},
     asked=("reply_to",),
-    shapes=(Shape(("dialogue",), Dialogue, Line, _name_speaker, _read, lambda line: line.says, locate=_locate),),
+    shapes=(
+        Shape(
+            ("dialogue",),
+            Dialogue,
+            Line,
+            _name_speaker,
+            _read,
+            lambda line: line.says,
+            locate=_locate,
+        ),
+    ),
     tool_lists=(ToolList("dialogue", "buttons", "may_push", none=b'"nothing"'),),
     tool_words=ToolWords(wrappers=frozenset({"labelled"})),
     models={"/machines/": lambda path: find_behind(path, "/machines/")},
@@ -69,6 +88,13 @@ API = Api(
 
 def write_dialogue(turns: int) -> dict[str, Any]:
     """A body in which the machine has pushed one button this many times, with the same result."""
-    turn = [{"by": "machine", "pushes": {"button": "ring", "how": {"long": 1}}}, {"by": "gadget", "says": "nobody is in"}]
+    turn = [
+        {"by": "machine", "pushes": {"button": "ring", "how": {"long": 1}}},
+        {"by": "gadget", "says": "nobody is in"},
+    ]
     buttons = [{"labelled": {"name": name}} for name in ("ring", "knock")]
-    return {"dialogue": [{"by": "you", "says": "Get in."}, *turn * turns], "buttons": buttons, "may_push": "any"}
+    return {
+        "dialogue": [{"by": "you", "says": "Get in."}, *turn * turns],
+        "buttons": buttons,
+        "may_push": "any",
+    }

@@ -26,7 +26,8 @@ from tests.support.service import decoded, exchange, make_service, metadata_of
 
 PATH = "/machines/m%2D1/talk"
 
-# What the import system does for `import extproc.apis`, with one more folder in which files are found.
+# What the import system does for `import extproc.apis`, with one more folder in which files are
+# found.
 _START = """
 import json, sys
 from importlib.util import find_spec, module_from_spec
@@ -43,12 +44,16 @@ Seen = dict[str, Any]
 
 def observe() -> Seen:
     """What becomes of requests to the new API, in a process that has its file."""
-    write_dialogue = import_module("extproc.apis.acme").write_dialogue  # it is there in no other process
+    write_dialogue = import_module(
+        "extproc.apis.acme"
+    ).write_dialogue  # it is there in no other process
 
     def ask(turns: int, **spec: Any) -> Seen:  # noqa: ANN401  # of a policy
         document = policy("p", ANY, limit_keys=["header:x-user-id"], similarity="turns", **spec)
         content = json.dumps({**write_dialogue(turns), "reply_to": "a@b"}).encode()
-        answer = decoded(exchange(make_service(document), headers(PATH, x_user_id="u"), body(content))[-1])
+        answer = decoded(
+            exchange(make_service(document), headers(PATH, x_user_id="u"), body(content))[-1]
+        )
         return {
             "told": metadata_of(answer),
             "sent_on": answer.request_body.response.body_mutation.body.decode(),
@@ -61,15 +66,22 @@ def observe() -> Seen:
     return {
         "steered": ask(3, action="steer", threshold_identical_requests=3),
         "refused": ask(3, action="reject", threshold_identical_requests=3),
-        "completed": ask(3, action="reject", threshold_identical_requests=3, refuse_as="completion"),
+        "completed": ask(
+            3, action="reject", threshold_identical_requests=3, refuse_as="completion"
+        ),
         "fewer": json.loads(narrow(request, content, Tools(["ring"]))),
         "without": json.loads(narrow(request, content, Tools(None))),
         "model": read_model(request.path, content),
-        "counts": [read_counts({b"input": 7.0}), read_counts({b"bill": '{"heard": 7, "spoken": 2}'})],
+        "counts": [
+            read_counts({b"input": 7.0}),
+            read_counts({b"bill": '{"heard": 7, "spoken": 2}'}),
+        ],
         "rules": [yaml.safe_load(write_rules()), yaml.safe_load(write_event_rules())],
         "places": [COUNT_PLACES["output"], MODEL_PLACES],
         "credentials": sorted(ANYWHERE),
-        "speakers": [message.speaker for message in open_conversation(Document(content)).read_backwards()],
+        "speakers": [
+            message.speaker for message in open_conversation(Document(content)).read_backwards()
+        ],
     }
 
 
@@ -92,11 +104,20 @@ def test_api_is_unknown_without_its_file() -> None:
 def test_conversation_of_new_api_is_read_and_steered(seen: Seen) -> None:
     assert seen["speakers"] == ["tool", "assistant", "user"]
     steered = seen["steered"]
-    assert (steered["told"]["action"], steered["told"]["tool"], steered["told"]["count"]) == ("steer", "ring", 3)
+    assert (steered["told"]["action"], steered["told"]["tool"], steered["told"]["count"]) == (
+        "steer",
+        "ring",
+        3,
+    )
     start, end = steered["original"].rsplit("nobody is in", 1)
     assert steered["sent_on"].startswith(f"{start}nobody is in\\n\\n")
     assert steered["sent_on"].endswith(end)
-    assert json.loads(steered["sent_on"])["dialogue"][-1]["says"].count("3 of the last 3 turns were ring") == 1
+    assert (
+        json.loads(steered["sent_on"])["dialogue"][-1]["says"].count(
+            "3 of the last 3 turns were ring"
+        )
+        == 1
+    )
 
 
 def test_refusals_have_shape_of_new_api(seen: Seen) -> None:

@@ -22,21 +22,52 @@ from extproc.request.notes import ANSWER
 from tests.support.documents import policy
 from tests.support.looping import looping
 from tests.support.messages import body, headers
-from tests.support.service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of, repeat, sample
+from tests.support.service import (
+    FailingStore,
+    decoded,
+    exchange,
+    headers_of,
+    make_service,
+    metadata_of,
+    repeat,
+    sample,
+)
 
 ANY = {"pathPrefix": "/"}
 MESSAGE = "Loop detected: \u00fc. (recursive_loop_detected)"
 DETAIL = {"error": "recursive_loop_detected", "message": MESSAGE, "cooldown_seconds": 60}
-ERROR = {"message": MESSAGE, "type": "loop_detected", "param": None, "code": "recursive_loop_detected"}
+ERROR = {
+    "message": MESSAGE,
+    "type": "loop_detected",
+    "param": None,
+    "code": "recursive_loop_detected",
+}
 PLAIN = {"error": ERROR, "detail": DETAIL}
 ANTHROPIC = {"type": "error", **PLAIN}
 BEDROCK = {"message": MESSAGE, **PLAIN}
-INFO = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "RECURSIVE_LOOP_DETECTED", "domain": "loopguard"}
-GEMINI = {**PLAIN, "error": {**ERROR, "code": 429, "status": "RESOURCE_EXHAUSTED", "details": [INFO]}}
-RPC_ERROR = {"code": -32000, "message": MESSAGE, "data": {"type": "loop_detected", "code": "recursive_loop_detected", **DETAIL}}
+INFO = {
+    "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+    "reason": "RECURSIVE_LOOP_DETECTED",
+    "domain": "loopguard",
+}
+GEMINI = {
+    **PLAIN,
+    "error": {**ERROR, "code": 429, "status": "RESOURCE_EXHAUSTED", "details": [INFO]},
+}
+RPC_ERROR = {
+    "code": -32000,
+    "message": MESSAGE,
+    "data": {"type": "loop_detected", "code": "recursive_loop_detected", **DETAIL},
+}
 
 
-def frame(path: str, sent: Mapping[str, bytes] | None = None, content: bytes | None = None, *, status: int = 429) -> Framed:
+def frame(
+    path: str,
+    sent: Mapping[str, bytes] | None = None,
+    content: bytes | None = None,
+    *,
+    status: int = 429,
+) -> Framed:
     question = Question(HttpRequest("POST", path, headers=sent), content)
     refusal = Refusal(status, MESSAGE, "loop_detected", "recursive_loop_detected", DETAIL)
     return find_endpoint(question).write_error(refusal, question)
@@ -45,7 +76,9 @@ def frame(path: str, sent: Mapping[str, bytes] | None = None, content: bytes | N
 def complete(path: str, content: bytes | None) -> Framed | None:
     question = Question(HttpRequest("POST", path), content)
     completes = find_endpoint(question).complete
-    return completes and completes(Completion(MESSAGE, question.model, "1f", 1_750_000_000), question)
+    return completes and completes(
+        Completion(MESSAGE, question.model, "1f", 1_750_000_000), question
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +92,10 @@ def complete(path: str, content: bytes | None) -> Framed | None:
         ("/v1/messages?beta=true", ANTHROPIC),
         ("/v1/messages/count_tokens", ANTHROPIC),
         ("/proxy/v1/messages", ANTHROPIC),
-        ("/v1/projects/p/locations/l/publishers/anthropic/models/claude:streamRawPredict", ANTHROPIC),
+        (
+            "/v1/projects/p/locations/l/publishers/anthropic/models/claude:streamRawPredict",
+            ANTHROPIC,
+        ),
         ("/v1beta/models/gemini:generateContent", GEMINI),
         ("/v1beta/models/gemini:streamGenerateContent?alt=sse", GEMINI),
         ("/v1/projects/p/locations/l/publishers/google/models/gemini:countTokens", GEMINI),
@@ -75,7 +111,11 @@ def complete(path: str, content: bytes | None) -> Framed | None:
 def test_path_tells_the_api(path: str, expected: Mapping[str, Any]) -> None:
     framed = frame(path)
 
-    assert (framed.status, framed.content_type, json.loads(framed.body)) == (429, "application/json", expected)
+    assert (framed.status, framed.content_type, json.loads(framed.body)) == (
+        429,
+        "application/json",
+        expected,
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,10 +126,22 @@ def test_path_tells_the_api(path: str, expected: Mapping[str, Any]) -> None:
         ({}, b'{"contents": []}', GEMINI),
         ({}, b'{"messages": [], "model": "m"}', PLAIN),
         ({}, b'{"jsonrpc": "2.0", "id": 7}', {"jsonrpc": "2.0", "id": 7, "error": RPC_ERROR}),
-        ({}, b'{"jsonrpc": "2.0", "id": "a\\u0062"}', {"jsonrpc": "2.0", "id": "ab", "error": RPC_ERROR}),
-        ({}, b'{"jsonrpc": "2.0", "id": "\xff"}', {"jsonrpc": "2.0", "id": None, "error": RPC_ERROR}),
+        (
+            {},
+            b'{"jsonrpc": "2.0", "id": "a\\u0062"}',
+            {"jsonrpc": "2.0", "id": "ab", "error": RPC_ERROR},
+        ),
+        (
+            {},
+            b'{"jsonrpc": "2.0", "id": "\xff"}',
+            {"jsonrpc": "2.0", "id": None, "error": RPC_ERROR},
+        ),
         ({}, b'{"jsonrpc": "2.0", "id": {}}', {"jsonrpc": "2.0", "id": None, "error": RPC_ERROR}),
-        ({}, b'{"jsonrpc": "2.0", "id": %s}' % (b"[" * 99 + b"]" * 99), {"jsonrpc": "2.0", "id": None, "error": RPC_ERROR}),
+        (
+            {},
+            b'{"jsonrpc": "2.0", "id": %s}' % (b"[" * 99 + b"]" * 99),
+            {"jsonrpc": "2.0", "id": None, "error": RPC_ERROR},
+        ),
         ({}, b'{"jsonrpc": "2.0"}', {"jsonrpc": "2.0", "id": None, "error": RPC_ERROR}),
         ({}, b'{"contents": [', PLAIN),
         ({}, b"[7]", PLAIN),
@@ -102,7 +154,9 @@ def test_headers_and_body_tell_api_of_unknown_path(
     assert json.loads(frame("/llm", sent, content).body) == expected
 
 
-@pytest.mark.parametrize("content_type", [b"application/grpc", b"application/grpc+proto", b"Application/gRPC; a=b"])
+@pytest.mark.parametrize(
+    "content_type", [b"application/grpc", b"application/grpc+proto", b"Application/gRPC; a=b"]
+)
 def test_grpc_gets_plain_text(content_type: bytes) -> None:
     framed = frame("/v1/messages", {"content-type": content_type})
 
@@ -120,7 +174,9 @@ def test_grpc_gets_plain_text(content_type: bytes) -> None:
         (599, "INTERNAL", "InternalServerException"),
     ],
 )
-def test_gemini_and_bedrock_errors_are_named_by_status(status: int, gemini: str, bedrock: str) -> None:
+def test_gemini_and_bedrock_errors_are_named_by_status(
+    status: int, gemini: str, bedrock: str
+) -> None:
     error = json.loads(frame("/models/m:generateContent", status=status).body)["error"]
 
     assert (error["code"], error["status"]) == (status, gemini)
@@ -141,7 +197,9 @@ def test_all_refusals_have_the_shape_of_their_api(path: str, message_at: tuple[s
     uncountable["spec"]["uncountable"] = "reject"
     down = make_service(policy("p", ANY), store=FailingStore(), on_store_error="reject")
     answers = {
-        "recursive_loop_detected": repeat(make_service(policy("p", ANY)), headers(path, end=True), times=3),
+        "recursive_loop_detected": repeat(
+            make_service(policy("p", ANY)), headers(path, end=True), times=3
+        ),
         "not_json": decoded(exchange(make_service(uncountable), headers(path), body(b"{"))[-1]),
         "store_unavailable": decoded(exchange(down, headers(path, end=True))[-1]),
     }
@@ -157,7 +215,10 @@ def test_uncountable_json_rpc_gets_an_error_with_its_id() -> None:
     document = policy("p", ANY, similarity="mcp")
     document["spec"]["uncountable"] = "reject"
     parts = b",".join([b"{}"] * 5_001)
-    call = b'{"jsonrpc": "2.0", "id": 7, "method": "SendMessage", "params": {"message": {"parts": [%s]}}}' % parts
+    call = (
+        b'{"jsonrpc": "2.0", "id": 7, "method": "SendMessage", "params": {"message": {"parts": '
+        b"[%s]}}}"
+    ) % parts
 
     answer = decoded(exchange(make_service(document), headers(), body(call))[-1]).immediate_response
 
@@ -179,8 +240,21 @@ def test_bedrock_refusal_has_its_error_header() -> None:
         ({}, 429),
         ({"user_agent": "OpenAI/Python 3.54.0"}, 429),
         ({"user_agent": "ai/6.0.326 ai-sdk/provider-utils/4.0.66 runtime/node.js/v20.20.2"}, 400),
-        ({"user_agent": "ai/5.0.0 ai-sdk/openai/2.0.0 ai-sdk/provider-utils/3.0.0 runtime/browser"}, 400),
-        ({"user_agent": "Boto3/1.44.5 md/Botocore#1.44.5", "amz_sdk_request": "attempt=1; max=3"}, 400),
+        (
+            {
+                "user_agent": (
+                    "ai/5.0.0 ai-sdk/openai/2.0.0 ai-sdk/provider-utils/3.0.0 runtime/browser"
+                )
+            },
+            400,
+        ),
+        (
+            {
+                "user_agent": "Boto3/1.44.5 md/Botocore#1.44.5",
+                "amz_sdk_request": "attempt=1; max=3",
+            },
+            400,
+        ),
         ({"x_goog_api_client": "google-genai-sdk/2.32.0 gl-node/v20.20.2"}, 400),
         ({"x_goog_api_client": "gl-java/17 gapic/1.0"}, 429),
         ({"user_agent": "cohere/7.3.1", "x_fern_sdk_name": "cohere"}, 400),
@@ -188,9 +262,14 @@ def test_bedrock_refusal_has_its_error_header() -> None:
 )
 def test_auto_status_is_not_retried_by_the_client(sent: dict[str, Any], status: int) -> None:
     """`auto` is 429, or 400 for clients that are known to retry a 429."""
-    chosen, fixed = (make_service(policy("p", ANY, reject_status=choice)) for choice in ("auto", 418))
+    chosen, fixed = (
+        make_service(policy("p", ANY, reject_status=choice)) for choice in ("auto", 418)
+    )
 
-    answers = [repeat(service, headers(end=True, **sent), times=3).immediate_response for service in (chosen, fixed)]
+    answers = [
+        repeat(service, headers(end=True, **sent), times=3).immediate_response
+        for service in (chosen, fixed)
+    ]
 
     assert [answer.status.code for answer in answers] == [status, 418]
 
@@ -206,9 +285,13 @@ def test_auto_status_is_not_retried_by_the_client(sent: dict[str, Any], status: 
 )
 def test_auto_status_of_final_refusal_is_not_retried(sent: dict[str, Any], status: int) -> None:
     """`auto` is 400, or 429 for a client that stops at a 429 and shows what it says."""
-    service = make_service(policy("p", ANY, similarity="turns", threshold_identical_requests=3, reject_status="auto"))
+    service = make_service(
+        policy("p", ANY, similarity="turns", threshold_identical_requests=3, reject_status="auto")
+    )
 
-    answer = decoded(exchange(service, headers("/v1/chat/completions", **sent), body(looping(3)))[-1])
+    answer = decoded(
+        exchange(service, headers("/v1/chat/completions", **sent), body(looping(3)))[-1]
+    )
 
     assert answer.immediate_response.status.code == status
     assert "Retry-After" not in headers_of(answer)
@@ -217,31 +300,72 @@ def test_auto_status_of_final_refusal_is_not_retried(sent: dict[str, Any], statu
 
 @pytest.mark.parametrize(("similarity", "statuses"), [("turns", [404]), ("exact", [200, 200, 429])])
 def test_mini_swe_agent_gets_404_for_final_refusals(similarity: str, statuses: list[int]) -> None:
-    """mini-swe-agent, recognized by its prompt, retries a 400 for minutes. `make test-clients` runs the real program."""
-    service = make_service(policy("p", ANY, similarity=similarity, threshold_identical_requests=3, reject_status="auto"))
-    sent = looping(3).replace(b'"go"', b'"Then issue `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`."')
+    """mini-swe-agent, recognized by its prompt, retries a 400 for minutes.
 
-    answers = [decoded(exchange(service, headers("/v1/chat/completions"), body(sent))[-1]) for _ in statuses]
+    `make test-clients` runs the real program.
+    """
+    service = make_service(
+        policy(
+            "p", ANY, similarity=similarity, threshold_identical_requests=3, reject_status="auto"
+        )
+    )
+    sent = looping(3).replace(
+        b'"go"', b'"Then issue `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`."'
+    )
+
+    answers = [
+        decoded(exchange(service, headers("/v1/chat/completions"), body(sent))[-1])
+        for _ in statuses
+    ]
 
     assert [answer.immediate_response.status.code or 200 for answer in answers] == statuses
 
 
 _PIECES = st.sampled_from(
-    ["/model/", "/v1/messages", ":generateContent", "/converse", "/invoke", "%2F", "m", "\n", "/publishers"]
+    [
+        "/model/",
+        "/v1/messages",
+        ":generateContent",
+        "/converse",
+        "/invoke",
+        "%2F",
+        "m",
+        "\n",
+        "/publishers",
+    ]
 )
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=2)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=2),
 )
-_KEYS = st.sampled_from(["model", "stream", "stream_options", "messages", "contents", "jsonrpc", "id", "anthropic_version"])
+_KEYS = st.sampled_from(
+    [
+        "model",
+        "stream",
+        "stream_options",
+        "messages",
+        "contents",
+        "jsonrpc",
+        "id",
+        "anthropic_version",
+    ]
+)
 
 
 @given(
     st.lists(_PIECES).map("".join),
-    st.dictionaries(_KEYS, _JSON).map(lambda sent: json.dumps(sent).encode()) | st.binary() | st.none(),
+    st.dictionaries(_KEYS, _JSON).map(lambda sent: json.dumps(sent).encode())
+    | st.binary()
+    | st.none(),
     st.integers(400, 599),
 )
-def test_any_request_gets_its_refusal_written(path: str, content: bytes | None, status: int) -> None:
-    framed, completed = frame(f"/{path}", content=content, status=status), complete(f"/{path}", content)
+def test_any_request_gets_its_refusal_written(
+    path: str, content: bytes | None, status: int
+) -> None:
+    framed, completed = (
+        frame(f"/{path}", content=content, status=status),
+        complete(f"/{path}", content),
+    )
 
     assert framed.status == status
     found = json.loads(framed.body.decode(), parse_constant=pytest.fail)
@@ -250,7 +374,9 @@ def test_any_request_gets_its_refusal_written(path: str, content: bytes | None, 
 
 
 BODY = b'{"model": "m", "messages": [], "stream": false}'
-STREAM = b'{"model": "m", "messages": [], "stream": true, "stream_options": {"include_usage": true}}'
+STREAM = (
+    b'{"model": "m", "messages": [], "stream": true, "stream_options": {"include_usage": true}}'
+)
 
 
 def read_events(framed: Framed | None, *, named: bool = False) -> list[Any]:
@@ -276,12 +402,18 @@ def read_answer(framed: Framed | None) -> Any:  # noqa: ANN401  # JSON
 def test_chat_completion_is_valid_to_the_sdk() -> None:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    whole = ChatCompletion.model_validate(read_answer(complete("/v1/chat/completions", BODY)), strict=True)
+    whole = ChatCompletion.model_validate(
+        read_answer(complete("/v1/chat/completions", BODY)), strict=True
+    )
     *events, end = read_events(complete("/v1/chat/completions", STREAM))
     chunks = [ChatCompletionChunk.model_validate(event, strict=True) for event in events]
     quiet = read_events(complete("/v1/chat/completions", b'{"model": "m", "stream": true}'))
 
-    assert (whole.model, whole.choices[0].message.content, whole.choices[0].finish_reason) == ("m", MESSAGE, "stop")
+    assert (whole.model, whole.choices[0].message.content, whole.choices[0].finish_reason) == (
+        "m",
+        MESSAGE,
+        "stop",
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == MESSAGE
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, "stop"]
     assert (chunks[-1].choices, chunks[-1].usage is not None, end) == ([], True, "[DONE]")
@@ -291,11 +423,15 @@ def test_chat_completion_is_valid_to_the_sdk() -> None:
 def test_text_completion_is_valid_to_the_sdk() -> None:
     from openai.types import Completion as OpenAICompletion
 
-    whole = OpenAICompletion.model_validate(read_answer(complete("/v1/completions", BODY)), strict=True)
+    whole = OpenAICompletion.model_validate(
+        read_answer(complete("/v1/completions", BODY)), strict=True
+    )
     *pieces, end = read_events(complete("/v1/completions", STREAM))
 
     assert whole.choices[0].text == MESSAGE
-    assert [OpenAICompletion.model_validate(piece, strict=True).usage is None for piece in pieces] == [True, False]
+    assert [
+        OpenAICompletion.model_validate(piece, strict=True).usage is None for piece in pieces
+    ] == [True, False]
     assert (pieces[0]["choices"][0]["text"], end) == (MESSAGE, "[DONE]")
 
 
@@ -304,7 +440,10 @@ def test_response_is_valid_to_the_sdk() -> None:
 
     whole = Response.model_validate(read_answer(complete("/v1/responses", BODY)), strict=True)
     known: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
-    events = [known.validate_python(event, strict=True) for event in read_events(complete("/v1/responses", STREAM), named=True)]
+    events = [
+        known.validate_python(event, strict=True)
+        for event in read_events(complete("/v1/responses", STREAM), named=True)
+    ]
 
     assert (whole.output_text, whole.status) == (MESSAGE, "completed")
     assert [event.sequence_number for event in events] == list(range(9))
@@ -320,7 +459,8 @@ def test_anthropic_message_is_valid_to_the_sdk() -> None:
     known: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
     path = "/v1/projects/p/locations/l/publishers/anthropic/models/claude%402:streamRawPredict"
     events = [
-        known.validate_python(event, strict=True) for event in read_events(complete(path, b'{"stream":true}'), named=True)
+        known.validate_python(event, strict=True)
+        for event in read_events(complete(path, b'{"stream":true}'), named=True)
     ]
 
     assert (whole.content[0].type, whole.stop_reason) == ("text", "end_turn")
@@ -421,13 +561,16 @@ def test_refusal_as_completion_is_reported_as_refusal(similarity: str) -> None:
     immediate = answer.immediate_response
     assert (immediate.status.code, immediate.details) == (200, "loop_detected")
     assert headers_of(answer)["x-loopguard-policy"] == "p"
-    assert json.loads(immediate.body)["choices"][0]["message"]["content"].startswith(f"{ANSWER}\nLoop detected: ")
+    assert json.loads(immediate.body)["choices"][0]["message"]["content"].startswith(
+        f"{ANSWER}\nLoop detected: "
+    )
     assert metadata_of(answer)["action"] == "reject"
     assert sample(service, "requests_total", policy="p", mode="enforce", action="reject") >= 1
 
 
 @pytest.mark.parametrize(
-    ("path", "sent"), [("/v1/embeddings", b'{"model": "m", "input": "x"}'), ("/v1/chat/completions", b"?")]
+    ("path", "sent"),
+    [("/v1/embeddings", b'{"model": "m", "input": "x"}'), ("/v1/chat/completions", b"?")],
 )
 def test_refuse_as_completion_needs_a_model_call(path: str, sent: bytes) -> None:
     service = make_service(policy("p", ANY, refuse_as="completion", reject_status=422))
@@ -438,14 +581,20 @@ def test_refuse_as_completion_needs_a_model_call(path: str, sent: bytes) -> None
     assert json.loads(immediate.body)["error"]["code"] == "recursive_loop_detected"
 
 
-_LENGTHS = st.text(max_size=300) | st.sampled_from(["x" * length for length in (127, 128, 16_383, 16_384)])
+_LENGTHS = st.text(max_size=300) | st.sampled_from(
+    ["x" * length for length in (127, 128, 16_383, 16_384)]
+)
 
 
 @given(
     st.dictionaries(
         st.text(max_size=5),
         st.recursive(
-            st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | _LENGTHS,
+            st.none()
+            | st.booleans()
+            | st.integers(-(2**53), 2**53)
+            | st.floats(allow_nan=False)
+            | _LENGTHS,
             lambda inner: st.dictionaries(st.text(max_size=5), inner, max_size=4),
             max_leaves=20,
         ),
@@ -470,12 +619,21 @@ def test_replaced_body_is_written_as_protobuf_does(size: int, warning: str) -> N
     for name, value in [("x-loopguard-steered", "1"), ("content-length", str(size)), *warned]:
         option = common.header_mutation.set_headers.add(append_action="OVERWRITE_IF_EXISTS_OR_ADD")
         option.header.key, option.header.raw_value = name, value.encode()
-    common.header_mutation.remove_headers.extend(["content-md5", "digest", "content-digest", "repr-digest"])
+    common.header_mutation.remove_headers.extend(
+        ["content-md5", "digest", "content-digest", "repr-digest"]
+    )
     common.body_mutation.body = sent
 
     assert (
         ProcessingResponse.FromString(
-            b"".join(replace_body([sent[: size // 2], sent[size // 2 :]], {"count": 3}, warning=warning, marks=(STEERED,)))
+            b"".join(
+                replace_body(
+                    [sent[: size // 2], sent[size // 2 :]],
+                    {"count": 3},
+                    warning=warning,
+                    marks=(STEERED,),
+                )
+            )
         )
         == expected
     )

@@ -23,7 +23,9 @@ from tests.support.model_paths import MODEL_CALLS, OTHER_CALLS
 AGENTS = json.loads(Path(find_preset("agents")).read_text())
 
 
-def selects(selector: dict[str, Any], path: str, method: str = "POST", host: str = "a.example") -> bool:
+def selects(
+    selector: dict[str, Any], path: str, method: str = "POST", host: str = "a.example"
+) -> bool:
     return bool(make_engine(policy("p", selector)).match(HttpRequest(method, path, authority=host)))
 
 
@@ -74,20 +76,30 @@ def test_samples_of_each_api_are_its_own_paths() -> None:
         ({"hosts": ["a.example"]}, "/v1/messages", "a.example", True),
     ],
 )
-def test_paths_and_hosts_narrow_a_selector_by_api(narrowed: dict[str, Any], path: str, host: str, expected: bool) -> None:
+def test_paths_and_hosts_narrow_a_selector_by_api(
+    narrowed: dict[str, Any], path: str, host: str, expected: bool
+) -> None:
     assert selects({"apis": "any", **narrowed}, path, host=host) is expected
 
 
 def test_unknown_api_is_rejected_with_known_names() -> None:
-    unknown, word, none = [bundles.refused(spec(selector={"apis": apis}))[0] for apis in (["openai", "azure"], "every", [])]
+    unknown, word, none = [
+        bundles.refused(spec(selector={"apis": apis}))[0]
+        for apis in (["openai", "azure"], "every", [])
+    ]
 
-    assert str(unknown).endswith("must be one of anthropic, bedrock, gemini, ollama, openai, not 'azure'")
+    assert str(unknown).endswith(
+        "must be one of anthropic, bedrock, gemini, ollama, openai, not 'azure'"
+    )
     assert word.pointer.startswith("/spec/selector/apis")
     assert none.pointer.startswith("/spec/selector/apis")
 
 
 def test_presets_for_agents_select_by_api() -> None:
-    chosen = {name: json.loads(Path(find_preset(name)).read_text())["spec"]["selector"].get("apis") for name in PRESETS}
+    chosen = {
+        name: json.loads(Path(find_preset(name)).read_text())["spec"]["selector"].get("apis")
+        for name in PRESETS
+    }
 
     assert chosen == dict.fromkeys(PRESETS, "any") | {"webhook": None}
 
@@ -97,7 +109,8 @@ COUNT = "/v1beta/models/gemini-2.5-pro:countTokens"
 
 
 @pytest.mark.parametrize(
-    "path", [COUNT, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/model/a%3Ab/count-tokens"]
+    "path",
+    [COUNT, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/model/a%3Ab/count-tokens"],
 )
 def test_counting_tokens_asks_no_model(path: str) -> None:
     assert not read_path(path).asks_model
@@ -106,7 +119,10 @@ def test_counting_tokens_asks_no_model(path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *[f"{MODEL}{mark}:countTokens" for mark in (";", ";x=", "%3B", "%3b", "%3F", "%23", "%00", "%253B", "%5C", "\\")],
+        *[
+            f"{MODEL}{mark}:countTokens"
+            for mark in (";", ";x=", "%3B", "%3b", "%3F", "%23", "%00", "%253B", "%5C", "\\")
+        ],
         f"{MODEL}:countTokens",
         f"{COUNT};x=1",
         "/v1/messages;/count_tokens",
@@ -119,26 +135,47 @@ def test_ambiguous_path_pays(path: str) -> None:
     tokens = rule("token_bucket_llm", tokens_per_minute=1_000)
     service, _ = serve(limited(tokens))
 
-    answers = [refused(ask(service, path=path, content=chat("hello", max_tokens=400))) for _ in range(3)]
+    answers = [
+        refused(ask(service, path=path, content=chat("hello", max_tokens=400))) for _ in range(3)
+    ]
 
     assert answers == ["", "", "tpm_exceeded"]
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions;x=1", "/v1/chat;x/completions", "/v1/chat%3Bx/completions;y", "/v1;/chat/completions"]
+    "path",
+    [
+        "/v1/chat/completions;x=1",
+        "/v1/chat;x/completions",
+        "/v1/chat%3Bx/completions;y",
+        "/v1;/chat/completions",
+    ],
 )
-@pytest.mark.parametrize("selector", [{"pathExact": "/v1/chat/completions"}, {"pathPrefix": "/v1/chat/completions"}])
+@pytest.mark.parametrize(
+    "selector", [{"pathExact": "/v1/chat/completions"}, {"pathPrefix": "/v1/chat/completions"}]
+)
 def test_selector_matches_path_with_parameters(selector: dict[str, str], path: str) -> None:
-    service, _ = serve(limited(bucket(burst=1), selector=selector), limited(bucket(burst=9), identity="q"))
+    service, _ = serve(
+        limited(bucket(burst=1), selector=selector), limited(bucket(burst=9), identity="q")
+    )
 
-    assert [refused(ask(service, path=each)) for each in (path, "/v1/chat/completions")] == ["", "token_bucket_exceeded"]
+    assert [refused(ask(service, path=each)) for each in (path, "/v1/chat/completions")] == [
+        "",
+        "token_bucket_exceeded",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("path", "killed"), [("/v1/chat;x/completions;y=1", True), ("/v1/chat/completions", True), ("/v1/x;y", False)]
+    ("path", "killed"),
+    [("/v1/chat;x/completions;y=1", True), ("/v1/chat/completions", True), ("/v1/x;y", False)],
 )
 def test_kill_switch_matches_path_with_parameters(path: str, killed: bool) -> None:  # a parameter
-    switch = {"scope_key": "header:host", "scope_value": "api", "route": "/v1/chat/completions", "reason": "test"}
+    switch = {
+        "scope_key": "header:host",
+        "scope_value": "api",
+        "route": "/v1/chat/completions",
+        "reason": "test",
+    }
     policies = check(bundle(limited(bucket()), kill_switches=[switch]))
 
     found = Engine(policies, NOW).find_switch(HttpRequest("GET", path, "api"), NOW.timestamp())

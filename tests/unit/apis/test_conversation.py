@@ -22,7 +22,10 @@ SIMILARITIES: dict[str, Similarity] = {
     "tool_calls": ToolCalls(LoopDetection(similarity="tool_calls", threshold_identical_requests=2)),
     "tool_calls without results": ToolCalls(
         LoopDetection(
-            similarity="tool_calls", threshold_identical_requests=2, compare_results=False, reset_on_user_message=False
+            similarity="tool_calls",
+            threshold_identical_requests=2,
+            compare_results=False,
+            reset_on_user_message=False,
         )
     ),
 }
@@ -45,7 +48,9 @@ _SYSTEM = "text | you help the on-call engineer. use the tools; say so when they
 _BACKUP = 'call | search_docs | {"limit":5,"query":"backup retention"}'
 _SELECT = 'call | run_sql | "select count(*) from orders"'
 _WEATHER = " | ".join(
-    f'call | {tool} | {{"city":"{city}"}}' for tool in ("get_weather", "get_time") for city in ("Oslo", "Lima")
+    f'call | {tool} | {{"city":"{city}"}}'
+    for tool in ("get_weather", "get_time")
+    for city in ("Oslo", "Lima")
 )
 _NO_TABLE = "result | error: relation orders does not exist"
 
@@ -68,7 +73,10 @@ EXPECTED: dict[str, list[str]] = {
         "tool | result | []",
         *[f"assistant | {_BACKUP}", "tool | result | []"] * 2,
     ],
-    "chat_image": ["model | gpt-4.1", "user | text | what is on these pictures? | other | other | other"],
+    "chat_image": [
+        "model | gpt-4.1",
+        "user | text | what is on these pictures? | other | other | other",
+    ],
     "chat_refusal": [
         "model | gpt-4.1",
         "user | text | open the vault.",
@@ -117,11 +125,18 @@ EXPECTED: dict[str, list[str]] = {
     "anthropic_parallel_calls": [
         "model | claude-sonnet-4-5",
         "user | text | weather and time in oslo?",
-        'assistant | text | one moment. | call | get_weather | {"city":"Oslo"} | call | get_time | {"city":"Oslo"}',
+        (
+            'assistant | text | one moment. | call | get_weather | {"city":"Oslo"} | call | '
+            "get_time "
+            '| {"city":"Oslo"}'
+        ),
         "user | result | -3 °c, snow | result | 14:02",
     ],
     "completions_prompt": ["model | gpt-3.5-turbo-instruct", "user | text | once upon a time"],
-    "completions_prompts": ["model | gpt-3.5-turbo-instruct", "user | text | once upon a time | text | in a galaxy"],
+    "completions_prompts": [
+        "model | gpt-3.5-turbo-instruct",
+        "user | text | once upon a time | text | in a galaxy",
+    ],
     "completions_tokens": ["model | gpt-3.5-turbo-instruct", "user | other"],
 }
 
@@ -164,21 +179,42 @@ def test_body_without_messages_is_uncounted(looks: Similarity, text: str) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"messages":[{"role":"user","content":"a"}],"input":"b","prompt":"c"}', "user | text | a"),
+        (
+            '{"messages":[{"role":"user","content":"a"}],"input":"b","prompt":"c"}',
+            "user | text | a",
+        ),
         ('{"messages":[],"input":"b","prompt":"c"}', "user | text | b"),
         ('{"messages":null,"input":[],"prompt":"c"}', "user | text | c"),
-        ('{"\\u006dessages":[{"\\u0072ole":"us\\u0065r","content":[{"ty\\u0070e":"text","text":"a"}]}]}', "user | text | a"),
-        ('{"messages":[{"role":"x","content":"a"}],"messages":[{"role":"user","content":"b"}]}', "user | text | b"),
-        ('{"messages":[{"role":"x","role":"user","content":"a","content":"b"}]}', "user | text | b"),
-        ('{"messages":[{"role":"user","content":[{"type":1,"type":"text","text":1,"text":"b"}]}]}', "user | text | b"),
+        (
+            '{"\\u006dessages":[{"\\u0072ole":"us\\u0065r","content":[{"ty\\u0070e":"text","text":"a"}]}]}',
+            "user | text | a",
+        ),
+        (
+            '{"messages":[{"role":"x","content":"a"}],"messages":[{"role":"user","content":"b"}]}',
+            "user | text | b",
+        ),
+        (
+            '{"messages":[{"role":"x","role":"user","content":"a","content":"b"}]}',
+            "user | text | b",
+        ),
+        (
+            '{"messages":[{"role":"user","content":[{"type":1,"type":"text","text":1,"text":"b"}]}]}',
+            "user | text | b",
+        ),
         ('{"messages":[{"role":"user","content":["a","b"]}]}', "user | text | a | text | b"),
         ('{"messages":[{"role":"user","content":null}]}', "user"),
         ('{"messages":[{"role":"user"}]}', "user"),
         ('{"messages":[{"role":"user","content":7}]}', "user | other"),
         ('{"messages":[{"role":"user","content":[{"type":"text","text":null}]}]}', "user"),
         ('{"messages":[{"role":"assistant","tool_calls":[{"id":"1"}]}]}', "assistant | other"),
-        ('{"messages":[{"role":"assistant","tool_calls":null,"content":"a"}]}', "assistant | text | a"),
-        ('{"input":[{"type":"reasoning","summary":[]},{"role":"user","content":"a"}]}', "user | text | a"),
+        (
+            '{"messages":[{"role":"assistant","tool_calls":null,"content":"a"}]}',
+            "assistant | text | a",
+        ),
+        (
+            '{"input":[{"type":"reasoning","summary":[]},{"role":"user","content":"a"}]}',
+            "user | text | a",
+        ),
         (
             '{"input":[{"type":"computer_call","call_id":"1","action":{"type":"wait"}}]}',
             'assistant | call | computer | {"type":"wait"}',
@@ -208,9 +244,9 @@ def test_invalid_message_does_not_hide_others(key: str, message: str) -> None:
     lines = read(f'{{"{key}":[{good},{message},{good}]}}'.encode())
 
     assert lines == ["model | ", "user | text | a", "other | other", "user | text | a"]
-    assert outcome(SIMILARITIES["tail"], Document(f'{{"{key}":[{good},{message}]}}'.encode())) != outcome(
-        SIMILARITIES["tail"], Document(f'{{"{key}":[{good},"another"]}}'.encode())
-    )
+    assert outcome(
+        SIMILARITIES["tail"], Document(f'{{"{key}":[{good},{message}]}}'.encode())
+    ) != outcome(SIMILARITIES["tail"], Document(f'{{"{key}":[{good},"another"]}}'.encode()))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +273,9 @@ def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.Data
     text = spelled(data.draw, value)
 
     if not isinstance(value, str):
-        assert write_canonical(read_arguments(text)) == write_canonical(Document(text.encode()).value())
+        assert write_canonical(read_arguments(text)) == write_canonical(
+            Document(text.encode()).value()
+        )
 
 
 @pytest.mark.parametrize(
@@ -248,13 +286,29 @@ def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.Data
         ("a", [{"type": "text", "text": "a"}], True),
         ("a\nb", [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}], True),
         ("ab", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], False),
-        ([{"type": "image", "source": {"data": "x"}}], [{"type": "image", "source": {"data": "y"}}], False),
-        ([{"type": "image", "id": "1", "source": {}}], [{"type": "image", "id": "1", "source": {}, "cache_control": {}}], True),
+        (
+            [{"type": "image", "source": {"data": "x"}}],
+            [{"type": "image", "source": {"data": "y"}}],
+            False,
+        ),
+        (
+            [{"type": "image", "id": "1", "source": {}}],
+            [{"type": "image", "id": "1", "source": {}, "cache_control": {}}],
+            True,
+        ),
         ([{"job": 1, "status": "queued"}], [{"job": 1, "status": "done"}], False),
         ([{"id": "a"}], [{"id": "b"}], False),
         ([{"type": [], "text": "a"}], [{"type": [], "text": "b"}], False),
-        ([{"type": "text", "text": {"value": "a"}}], [{"type": "text", "text": {"value": "b"}}], False),
-        ([{"type": "image", "source": {"id": "1"}}], [{"type": "image", "source": {"id": "2"}}], False),
+        (
+            [{"type": "text", "text": {"value": "a"}}],
+            [{"type": "text", "text": {"value": "b"}}],
+            False,
+        ),
+        (
+            [{"type": "image", "source": {"id": "1"}}],
+            [{"type": "image", "source": {"id": "2"}}],
+            False,
+        ),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
         ({"a": 1}, {"a": True}, False),
         (["a", "b"], "a\nb", True),
@@ -272,7 +326,11 @@ def test_results_are_compared_by_their_text(one: object, rest: object, same: boo
         ({"type": "image", "id": "1"}, {"id": "2", "type": "image"}, True),
         ({"type": "image", "cache_control": {"type": "ephemeral"}}, {"type": "image"}, True),
         ({"type": "image", "source": "a"}, {"type": "image", "source": "b"}, False),
-        ({"type": "image", "source": "plumless"}, {"type": "image", "source": "buckeroo"}, False),  # one CRC32
+        (
+            {"type": "image", "source": "plumless"},
+            {"type": "image", "source": "buckeroo"},
+            False,
+        ),  # one CRC32
         ([1], [2], False),
         (None, False, False),
     ],

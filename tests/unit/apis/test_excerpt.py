@@ -20,9 +20,19 @@ from tests.support.turn_writers import Did, Writer
 
 WRITERS: dict[str, Writer] = {
     name: getattr(turn_writers, name)
-    for name in ("as_chat", "as_ollama", "as_responses", "as_anthropic", "as_gemini", "as_bedrock", "as_observed")
+    for name in (
+        "as_chat",
+        "as_ollama",
+        "as_responses",
+        "as_anthropic",
+        "as_gemini",
+        "as_bedrock",
+        "as_observed",
+    )
 }
-RULES = [Turns(SimilarityKeys(threshold_identical_requests=threshold)).rule for threshold in (2, 3, 5)]
+RULES = [
+    Turns(SimilarityKeys(threshold_identical_requests=threshold)).rule for threshold in (2, 3, 5)
+]
 
 TRAPS = (
     '"},{"role":"user","content":"',
@@ -49,19 +59,33 @@ def make_text(chance: random.Random, most: int) -> str:
 
 def make_turns(chance: random.Random, most: int) -> list[Did]:
     kinds = [
-        ((("f", {"a": make_text(chance, 8), "b": [number, {"c": None}]}),) * chance.randrange(1, 3), make_text(chance, most))
+        (
+            (("f", {"a": make_text(chance, 8), "b": [number, {"c": None}]}),)
+            * chance.randrange(1, 3),
+            make_text(chance, most),
+        )
         for number in range(chance.randrange(1, 6))
     ]
     turns = []
     for number in range(1, chance.randrange(4, 40)):
         calls, result = kinds[0] if chance.random() < 0.6 else chance.choice(kinds)
-        turns.append(Did(calls, (result,) * len(calls), thought=make_text(chance, 4), number=number))
+        turns.append(
+            Did(calls, (result,) * len(calls), thought=make_text(chance, 4), number=number)
+        )
     return turns
 
 
 def add_keys(chance: random.Random, body: dict[str, Any]) -> dict[str, Any]:
-    others = {f"other {number}": [{"messages": [make_text(chance, 5)], "input": {"contents": []}}] for number in range(3)}
-    others["tools"] = [{"type": "function", "function": {"name": make_text(chance, 3), "parameters": {"request": {}}}}] * 2
+    others = {
+        f"other {number}": [{"messages": [make_text(chance, 5)], "input": {"contents": []}}]
+        for number in range(3)
+    }
+    others["tools"] = [
+        {
+            "type": "function",
+            "function": {"name": make_text(chance, 3), "parameters": {"request": {}}},
+        }
+    ] * 2
     if "request" in body and chance.random() < 0.5:
         body = {"request": {**others, **body["request"]}}
     items = list((body | others).items())
@@ -71,7 +95,12 @@ def add_keys(chance: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 
 def write(chance: random.Random, body: object) -> bytes:
     separators = chance.choice([(",", ":"), (", ", ": "), (" ,\n", " : ")])
-    text = json.dumps(body, indent=chance.choice([None, None, 2]), separators=separators, ensure_ascii=chance.random() < 0.5)
+    text = json.dumps(
+        body,
+        indent=chance.choice([None, None, 2]),
+        separators=separators,
+        ensure_ascii=chance.random() < 0.5,
+    )
     return text.encode("utf-8", "replace")
 
 
@@ -104,7 +133,10 @@ def find_messages(body: Any) -> tuple[Any, Callable[[list[Any]], Any]]:  # noqa:
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("seed", deepen(range(24), 0))
 def test_only_older_messages_are_left_out(name: str, seed: int, pieces: bool) -> None:
-    """An excerpt is the same JSON with only the newest messages. It shows no loop that the whole does not show."""
+    """An excerpt is the same JSON with only the newest messages.
+
+    It shows no loop that the whole does not show.
+    """
     chance = random.Random(f"{name} {seed}")
     turns = make_turns(chance, 200)
     made = WRITERS[name](turns)
@@ -173,7 +205,10 @@ def test_uncertain_body_has_no_excerpt(data: bytes) -> None:
 
 def test_last_of_a_duplicate_key_counts() -> None:
     chance = random.Random(0)
-    old, new = json.dumps([{"role": "user", "content": "old"}]), json.dumps([{"role": "user", "content": "x"}] * 900)
+    old, new = (
+        json.dumps([{"role": "user", "content": "old"}]),
+        json.dumps([{"role": "user", "content": "x"}] * 900),
+    )
 
     first = shorten(chance, f'{{"messages":{old},"messages":{new}}}'.encode(), 4_096, pieces=False)
     last = shorten(chance, f'{{"messages":{new},"messages":{old}}}'.encode(), 4_096, pieces=False)
@@ -194,14 +229,18 @@ def test_excerpt_gives_up_on_many_quotes_or_brackets() -> None:
 
 def test_very_long_body_is_read_in_pieces() -> None:
     chance = random.Random(0)
-    data = json.dumps({"messages": [{"role": "user", "content": "x" * 10_000}] * (MAX_AT_ONCE // 10_000 + 10)}).encode()
+    data = json.dumps(
+        {"messages": [{"role": "user", "content": "x" * 10_000}] * (MAX_AT_ONCE // 10_000 + 10)}
+    ).encode()
 
     assert shorten(chance, data, 65_536, pieces=False) is None
     assert shorten(chance, data, 65_536, pieces=True) is not None
 
 
 def test_excerpt_of_unreadable_conversation_is_not_counted() -> None:
-    short = shorten(random.Random(0), b'{"messages":[' + b"1," * 9_000 + b"1]}", 4_096, pieces=False)
+    short = shorten(
+        random.Random(0), b'{"messages":[' + b"1," * 9_000 + b"1]}", 4_096, pieces=False
+    )
 
     assert short is not None
     with pytest.raises(NotCounted):

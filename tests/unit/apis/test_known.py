@@ -18,10 +18,16 @@ from tests.support.memory import forget
 from tests.support.turn_writers import SHAPES, Did
 
 _TURNS = [
-    Did((("read", {"path": f"src/{number}.py"}),), (f'line {number}: "assistant", "model" ' + "x" * 900 * (number % 4),))
+    Did(
+        (("read", {"path": f"src/{number}.py"}),),
+        (f'line {number}: "assistant", "model" ' + "x" * 900 * (number % 4),),
+    )
     for number in range(1, 9)
 ]
-_KNOWN = {shape: [json.dumps(SHAPES[shape](_TURNS[:count])).encode() for count in (5, 6, 8)] for shape in sorted(SHAPES)}
+_KNOWN = {
+    shape: [json.dumps(SHAPES[shape](_TURNS[:count])).encode() for count in (5, 6, 8)]
+    for shape in sorted(SHAPES)
+}
 _CHAT = _KNOWN["chat"][1]
 _MESSAGES = _CHAT[_CHAT.index(b"[") + 1 : _CHAT.rindex(b"]")]
 _MORE = b'{"role":"user","content":"more"}'
@@ -32,11 +38,22 @@ def look(document: Document) -> object:
     try:
         conversation = open_conversation(document)
         shown = [turn.hash for turn in read_transcript(conversation).turns]
-        read = [(message.speaker, _write(message.read_parts())) for message in conversation.read_backwards()]
+        read = [
+            (message.speaker, _write(message.read_parts()))
+            for message in conversation.read_backwards()
+        ]
     except NotCounted as why:
         return why.reason
     fields = [bytes(conversation.find_field(key) or b"") for key in ("tools", "metadata")]
-    return read, shown, fields, conversation.model, conversation.before, len(conversation), conversation.list_speakers()
+    return (
+        read,
+        shown,
+        fields,
+        conversation.model,
+        conversation.before,
+        len(conversation),
+        conversation.list_speakers(),
+    )
 
 
 def _write(parts: list[Part]) -> list[tuple[str, object, str, str, bool]]:
@@ -69,7 +86,13 @@ def open_root(body: bytes, document: Document | None) -> object:
         members = patch.open_fields(patch.root).values()
     except NotCounted as why:
         return why.reason
-    return [(member.key, *[member.part.find(offset) for offset in (member.at, member.start, member.end)]) for member in members]
+    return [
+        (
+            member.key,
+            *[member.part.find(offset) for offset in (member.at, member.start, member.end)],
+        )
+        for member in members
+    ]
 
 
 def find_places(body: bytes, document: Document | None) -> object:
@@ -104,7 +127,13 @@ _BODIES = [
     b'{"messages":[' + _MESSAGES + b"," + _MORE + b',3,"x"]}',
     b'{"messages":[' + _MESSAGES + b',{"role":7}]}',
     b'{"messages":[' + _MESSAGES + b',null],"model":{}}',
-    b'{"metadata":{"messages":[' + _MESSAGES + b']},"messages":[' + _MESSAGES + b"," + _MORE + b"]}",
+    b'{"metadata":{"messages":['
+    + _MESSAGES
+    + b']},"messages":['
+    + _MESSAGES
+    + b","
+    + _MORE
+    + b"]}",
     b'[{"messages":[' + _MESSAGES + b"]}]",
     b'{"messages":[' + _MESSAGES + b"," + _MORE + b'],"thread":{"previous_message_id":"m"}}',
     b'{"messages":[' + _MESSAGES + b',{"role":"user","content":"\\ud800"}]}',
@@ -139,7 +168,9 @@ _CASES = [
         for end in (b'],"tools":[1]}', b"]}")
         for known in (_START, _START.replace(b"src/5.py", b"src/x.py"))
     ),
-    *(([_BESIDE], body) for body in (_BESIDE, _BESIDE.replace(b"[1]", b"[2]"))),  # no message has that word
+    *(
+        ([_BESIDE], body) for body in (_BESIDE, _BESIDE.replace(b"[1]", b"[2]"))
+    ),  # no message has that word
 ]
 
 
@@ -153,7 +184,11 @@ def test_bytes_around_known_messages_are_read(known: list[bytes], body: bytes) -
 def test_changed_bytes_are_read_as_if_unknown(shape: str, data: st.DataObject) -> None:
     body = data.draw(st.sampled_from(_KNOWN[shape]))
     at, end = sorted(data.draw(st.tuples(*[st.integers(0, len(body))] * 2)))
-    piece = data.draw(st.sampled_from([b"", b" ", b"0", b'"', b"]", b"{}", b",", b"\\", b'"assistant"', body[at:end] * 2]))
+    piece = data.draw(
+        st.sampled_from(
+            [b"", b" ", b"0", b'"', b"]", b"{}", b",", b"\\", b'"assistant"', body[at:end] * 2]
+        )
+    )
     changed = body[:at] + piece + body[data.draw(st.sampled_from([at, at + 1, end])) :]
 
     compare([*_KNOWN[shape], changed][:: data.draw(st.sampled_from([1, -1]))], changed)

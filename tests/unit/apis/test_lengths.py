@@ -15,36 +15,85 @@ PICTURE = "A" * 40_000
 TOOLS: list[Any] = [{"name": "t", "description": "x" * 50}]
 
 BODIES: dict[str, tuple[dict[str, Any], int]] = {
-    "chat": ({"messages": [{"role": "system", "content": "x" * 7}, {"role": "user", "content": "x" * 100}]}, 107),
-    "chat in blocks": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100}]}]}, 100),
+    "chat": (
+        {
+            "messages": [
+                {"role": "system", "content": "x" * 7},
+                {"role": "user", "content": "x" * 100},
+            ]
+        },
+        107,
+    ),
+    "chat in blocks": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100}]}]},
+        100,
+    ),
     "chat with a picture": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}
+            ]
+        },
         1_000,
     ),
-    "chat with tools": ({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}, 1 + len(json.dumps(TOOLS))),
+    "chat with tools": (
+        {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS},
+        1 + len(json.dumps(TOOLS)),
+    ),
     "messages with a system prompt": (
-        {"system": "x" * 300, "max_tokens": 1, "messages": [{"role": "user", "content": "x" * 100}]},
+        {
+            "system": "x" * 300,
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": "x" * 100}],
+        },
         400,
     ),
     "a system prompt in blocks": (
-        {"system": [{"type": "text", "text": "x"}], "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
+        {
+            "system": [{"type": "text", "text": "x"}],
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": "x"}],
+        },
         2,
     ),
     "messages with a picture": (
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": PICTURE}}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "base64", "data": PICTURE}}],
+                }
+            ]
+        },
         1_000,
     ),
     "instructions and input": ({"instructions": "x" * 20, "input": "x" * 100}, 120),
     "contents": (
-        {"contents": [{"role": "user", "parts": [{"text": "x" * 100}, {"inlineData": {"mimeType": "a/b", "data": PICTURE}}]}]},
+        {
+            "contents": [
+                {
+                    "role": "user",
+                    "parts": [
+                        {"text": "x" * 100},
+                        {"inlineData": {"mimeType": "a/b", "data": PICTURE}},
+                    ],
+                }
+            ]
+        },
         1_100,
     ),
     "an instruction in parts": (
-        {"systemInstruction": {"parts": [{"text": "x" * 50}]}, "contents": [{"parts": [{"text": "x"}]}]},
+        {
+            "systemInstruction": {"parts": [{"text": "x" * 50}]},
+            "contents": [{"parts": [{"text": "x"}]}],
+        },
         51,
     ),
     "a prompt": ({"prompt": "x" * 100}, 100),
-    "characters, not bytes": ({"messages": [{"role": "user", "content": "\u00e9\u4e2d\n" * 10}]}, 30),
+    "characters, not bytes": (
+        {"messages": [{"role": "user", "content": "\u00e9\u4e2d\n" * 10}]},
+        30,
+    ),
 }
 
 
@@ -60,7 +109,11 @@ def test_characters_a_model_reads_are_counted(name: str) -> None:
 
 
 def test_calls_and_results_are_counted() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": json.dumps({"q": "x" * 200})}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "search", "arguments": json.dumps({"q": "x" * 200})},
+    }
     messages: list[Any] = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -72,7 +125,9 @@ def test_calls_and_results_are_counted() -> None:
 
 
 def test_very_long_body_counts_by_its_bytes() -> None:
-    data = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 800_000}] * 3}).encode()
+    data = json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": "x" * 800_000}] * 3}
+    ).encode()
 
     assert count_characters(open_conversation(Document(data)), data) == len(data)
 
@@ -81,6 +136,8 @@ def test_nested_text_is_counted_to_a_depth() -> None:
     deep: Any = "x"
     for _ in range(200):
         deep = [deep]
-    data = json.dumps({"model": "m", "system": deep, "messages": [{"role": "user", "content": "x"}]}).encode()
+    data = json.dumps(
+        {"model": "m", "system": deep, "messages": [{"role": "user", "content": "x"}]}
+    ).encode()
 
     assert 390 <= count_characters(open_conversation(Document(data)), data) <= 410

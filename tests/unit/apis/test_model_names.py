@@ -38,11 +38,22 @@ _APPLICATION = f"{ARN}:application-inference-profile/abc123def456"
 _FOUNDATION = f"arn:aws:bedrock:us-east-1::foundation-model/{CLAUDE}"
 _VERTEX = "claude-3-5-sonnet-v2@20241022"
 ASKED = [
-    *[(call, CLAUDE, CLAUDE) for call in ("converse", "converse_stream", "invoke_model", "invoke_model_with_response_stream")],
+    *[
+        (call, CLAUDE, CLAUDE)
+        for call in (
+            "converse",
+            "converse_stream",
+            "invoke_model",
+            "invoke_model_with_response_stream",
+        )
+    ],
     *[("converse", model, model) for model in (_PROFILE, _APPLICATION, _FOUNDATION)],
     ("anthropic-bedrock", CLAUDE, CLAUDE),
     ("anthropic-bedrock", _PROFILE, _PROFILE),
-    *[(call, _VERTEX, _VERTEX) for call in ("anthropic-vertex", "anthropic-vertex-stream", "anthropic-vertex-count")],
+    *[
+        (call, _VERTEX, _VERTEX)
+        for call in ("anthropic-vertex", "anthropic-vertex-stream", "anthropic-vertex-count")
+    ],
     ("azure", "my gpt-4o", "my gpt-4o"),
     ("azure-deployment", "gpt-4o", "production"),
     ("openai", "gpt-4o", "gpt-4o"),
@@ -68,13 +79,17 @@ LIMITED: dict[str, Any] = {
 
 
 def _ask_session(target: str, content: bytes) -> object:
-    *_, last = exchange(make_service(LIMITED), headers(target, x_user_id="u", x_session_id="s"), body(content))
+    *_, last = exchange(
+        make_service(LIMITED), headers(target, x_user_id="u", x_session_id="s"), body(content)
+    )
     return json.loads(metadata_of(decoded(last))["sessions"])[0]["model"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sdk", "model", "expected"), ASKED)
-def test_all_readers_find_the_same_model(upstream: Upstream, sdk: str, model: str, expected: str) -> None:
+def test_all_readers_find_the_same_model(
+    upstream: Upstream, sdk: str, model: str, expected: str
+) -> None:
     with suppress(Exception):  # each SDK has an error of its own for an answer that says nothing
         MODEL_SDKS[sdk](f"http://{upstream.address}", model, {})
 
@@ -88,7 +103,11 @@ def test_all_readers_find_the_same_model(upstream: Upstream, sdk: str, model: st
 @pytest.mark.parametrize(
     ("path", "named", "expected"),
     [
-        (f"/model/{ARN}:inference-profile/us.{CLAUDE}/converse", "", f"{ARN}:inference-profile/us.{CLAUDE}"),
+        (
+            f"/model/{ARN}:inference-profile/us.{CLAUDE}/converse",
+            "",
+            f"{ARN}:inference-profile/us.{CLAUDE}",
+        ),
         ("/bedrock/model/amazon.nova-lite-v1%3A0/invoke", "other", "amazon.nova-lite-v1:0"),
         ("/openai/deployments/a%2Fb/embeddings", "other", "a/b"),
         ("/v1/engines/davinci/completions", "", "davinci"),
@@ -140,6 +159,6 @@ def test_price_of_policy_goes_before_that_of_package() -> None:
 
     assert rates.choose_name("gpt-4o-2024-08-06", "production") == "production"
     assert rates.choose_name("gpt-4o-2024-08-06", "other") == "gpt-4o-2024-08-06"
-    assert Rates({"gpt-4o*": _DOLLAR, "production": _TEN}, None).choose_name("gpt-4o-2024-08-06", "production") == (
-        "gpt-4o-2024-08-06"
-    )
+    assert Rates({"gpt-4o*": _DOLLAR, "production": _TEN}, None).choose_name(
+        "gpt-4o-2024-08-06", "production"
+    ) == ("gpt-4o-2024-08-06")

@@ -35,7 +35,10 @@ def as_chat(result: object, user: str) -> dict[str, Any]:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": result},
     ]
-    return {"model": "m", "messages": [*messages, {"role": "user", "content": user}] if user else messages}
+    return {
+        "model": "m",
+        "messages": [*messages, {"role": "user", "content": user}] if user else messages,
+    }
 
 
 def as_responses(result: object, user: str) -> dict[str, Any]:
@@ -44,22 +47,38 @@ def as_responses(result: object, user: str) -> dict[str, Any]:
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": result},
     ]
-    return {"input": [*items, {"role": "user", "content": [{"type": "input_text", "text": user}]}] if user else items}
+    return {
+        "input": [*items, {"role": "user", "content": [{"type": "input_text", "text": user}]}]
+        if user
+        else items
+    }
 
 
 def as_anthropic(result: object, user: str) -> dict[str, Any]:
-    returned = {"type": "tool_result", "tool_use_id": "1"} | ({} if result is None else {"content": result})
+    returned = {"type": "tool_result", "tool_use_id": "1"} | (
+        {} if result is None else {"content": result}
+    )
     said = [returned, {"type": "text", "text": user}] if user else [returned]
     messages = [
         {"role": "user", "content": "go"},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+        },
         {"role": "user", "content": said},
     ]
-    return {"max_tokens": 9, "messages": messages, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    return {
+        "max_tokens": 9,
+        "messages": messages,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    }
 
 
 def as_gemini(result: object, user: str) -> dict[str, Any]:
-    said = [{"functionResponse": {"name": "f", "response": result}}, *([{"text": user}] if user else [])]
+    said = [
+        {"functionResponse": {"name": "f", "response": result}},
+        *([{"text": user}] if user else []),
+    ]
     contents = [
         {"role": "user", "parts": [{"text": "go"}]},
         {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]},
@@ -69,10 +88,16 @@ def as_gemini(result: object, user: str) -> dict[str, Any]:
 
 
 def as_bedrock(result: object, user: str) -> dict[str, Any]:
-    said = [{"toolResult": {"toolUseId": "1", "content": result}}, *([{"text": user}] if user else [])]
+    said = [
+        {"toolResult": {"toolUseId": "1", "content": result}},
+        *([{"text": user}] if user else []),
+    ]
     messages = [
         {"role": "user", "content": [{"text": "go"}]},
-        {"role": "assistant", "content": [{"toolUse": {"toolUseId": "1", "name": "f", "input": {}}}]},
+        {
+            "role": "assistant",
+            "content": [{"toolUse": {"toolUseId": "1", "name": "f", "input": {}}}],
+        },
         {"role": "user", "content": said},
     ]
     return {"messages": messages, "inferenceConfig": {"maxTokens": 9}}
@@ -91,16 +116,28 @@ def _blocks(*others: dict[str, Any], **text: str) -> st.SearchStrategy[list[dict
 # shape -> (how it is written, which results it may have)
 SHAPES: dict[str, tuple[Write, st.SearchStrategy[Any]]] = {
     "chat": (as_chat, _TEXTS | _blocks(type="text")),
-    "responses": (as_responses, _TEXTS | _blocks({"type": "input_image", "image_url": _URL}, type="input_text")),
+    "responses": (
+        as_responses,
+        _TEXTS | _blocks({"type": "input_image", "image_url": _URL}, type="input_text"),
+    ),
     "anthropic": (
         as_anthropic,
         _TEXTS
         | st.none()
-        | _blocks({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": _PIXEL}}, type="text"),
+        | _blocks(
+            {
+                "type": "image",
+                "source": {"type": "base64", "media_type": "image/png", "data": _PIXEL},
+            },
+            type="text",
+        ),
     ),
     "gemini": (
         as_gemini,
-        st.dictionaries(st.sampled_from(["output", "result", "error", "a", ""]), _TEXTS | st.integers(-9, 9) | st.none()),
+        st.dictionaries(
+            st.sampled_from(["output", "result", "error", "a", ""]),
+            _TEXTS | st.integers(-9, 9) | st.none(),
+        ),
     ),
     "bedrock": (
         as_bedrock,
@@ -119,7 +156,9 @@ def put_each(value: object, note: str = "#") -> list[bytes]:
     bodies = []
     for number in range(len(locate(body))):
         patch = Patch(body)
-        add_notes(patch, [locate_results(patch)[number]], json.dumps(note)[1:-1].encode(), separated=False)
+        add_notes(
+            patch, [locate_results(patch)[number]], json.dumps(note)[1:-1].encode(), separated=False
+        )
         bodies.append(b"".join(patch.apply()))
     return bodies
 
@@ -139,7 +178,10 @@ def test_body_with_note_is_valid_to_the_sdk(shape: str, data: st.DataObject) -> 
     ("content", "expected"),
     [
         ("seen", "seen#"),
-        ([{"type": "text", "text": "seen"}, {"type": "image_url"}], [{"type": "text", "text": "seen#"}, {"type": "image_url"}]),
+        (
+            [{"type": "text", "text": "seen"}, {"type": "image_url"}],
+            [{"type": "text", "text": "seen#"}, {"type": "image_url"}],
+        ),
         ([{"type": "image_url"}], [{"type": "image_url"}, {"type": "text", "text": "#"}]),
         ([], [{"type": "text", "text": "#"}]),
     ],
@@ -157,7 +199,9 @@ def test_note_goes_into_user_message_without_results(content: object, expected: 
 
 
 def test_each_parallel_result_has_a_place() -> None:
-    results = [{"role": "tool", "tool_call_id": f"{number}", "content": f"{number}"} for number in range(3)]
+    results = [
+        {"role": "tool", "tool_call_id": f"{number}", "content": f"{number}"} for number in range(3)
+    ]
     body = json.dumps({"messages": [{"role": "assistant", "content": ""}, *results]}).encode()
 
     assert [body[place.offset - 1 : place.offset] for place in locate(body)] == [b"0", b"1", b"2"]
@@ -176,7 +220,9 @@ def test_note_goes_into_plain_input() -> None:
         '{"y":"\\"messages\\":[{}]","messages" : [{"role":"user","content":"a"}]}',
         '{"messages":[{"role":"assistant","content":"{}]"},{"role":"user","content":"a"}]}',
         '{"messages":[{"role":"user","content":"a"}],"y":{"messages":[{"role":"user","content":"a"}]}}',
-        "{" + ",".join(f'"{number}":0' for number in range(2_000)) + ',"messages":[{"role":"user","content":"a"}]}',
+        "{"
+        + ",".join(f'"{number}":0' for number in range(2_000))
+        + ',"messages":[{"role":"user","content":"a"}]}',
     ],
     ids=lambda body: body[:60],
 )

@@ -23,7 +23,14 @@ Turn = Callable[[str, int], list[dict[str, Any]]]
 """Writes the messages of a turn, given what comes back and the turn's number."""
 
 
-def _judge(path: str, key: str, head: list[Any], turn: Turn, values: list[str], tail: list[Any] | None = None) -> list[str]:
+def _judge(
+    path: str,
+    key: str,
+    head: list[Any],
+    turn: Turn,
+    values: list[str],
+    tail: list[Any] | None = None,
+) -> list[str]:
     """The verdicts on a growing conversation; gateway and explain have to agree."""
     bodies, messages = [], head
     for number, value in enumerate(values):
@@ -46,7 +53,11 @@ def _gemini(result: str, image: str, data: dict[str, Any]) -> Turn:
 
 
 def _ollama(value: str, _: int) -> list[dict[str, Any]]:
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "look", "arguments": {}}}],
+    }
     return [called, {"role": "tool", "content": "screen", "images": [value * 5]}]
 
 
@@ -55,7 +66,11 @@ def _ollama_observed(value: str, _: int) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": "Action: look[]"}, said]
 
 
-_GEMINI = ("/v1beta/models/m:generateContent", "contents", [{"role": "user", "parts": [{"text": "Fix it."}]}])
+_GEMINI = (
+    "/v1beta/models/m:generateContent",
+    "contents",
+    [{"role": "user", "parts": [{"text": "Fix it."}]}],
+)
 _CHAT = ("/api/chat", "messages", [{"role": "user", "content": "Fix it."}])
 _INLINE, _FILE = {"mimeType": "image/png", "data": "@"}, {"fileUri": "gs://@"}
 _SCREENS = {
@@ -91,10 +106,18 @@ def test_removed_image_makes_no_turn_new() -> None:
 
 
 _HOSTED: dict[str, Callable[[str], dict[str, Any]]] = {
-    "code_interpreter_call": lambda value: {"code": "check()", "outputs": [{"type": "logs", "logs": value}]},
-    "file_search_call": lambda value: {"queries": ["queue"], "results": [{"file_id": "f", "text": value}]},
+    "code_interpreter_call": lambda value: {
+        "code": "check()",
+        "outputs": [{"type": "logs", "logs": value}],
+    },
+    "file_search_call": lambda value: {
+        "queries": ["queue"],
+        "results": [{"file_id": "f", "text": value}],
+    },
     "image_generation_call": lambda value: {"result": value},
-    "web_search_call": lambda value: {"action": {"type": "search", "query": "q", "sources": [{"url": value}]}},
+    "web_search_call": lambda value: {
+        "action": {"type": "search", "query": "q", "sources": [{"url": value}]}
+    },
     "mcp_call": lambda value: {"name": "check", "arguments": "{}", "output": value},
 }
 _ASKED = {"role": "user", "content": "Check the queue."}
@@ -114,9 +137,17 @@ def test_results_of_hosted_tools_are_compared(kind: str) -> None:
 
 
 _OUTPUTS: dict[str, Callable[[str], Any]] = {
-    "shell_call_output": lambda text: [{"stdout": "", "stderr": text, "outcome": {"type": "exit", "exit_code": 1}}],
+    "shell_call_output": lambda text: [
+        {"stdout": "", "stderr": text, "outcome": {"type": "exit", "exit_code": 1}}
+    ],
     **dict.fromkeys(
-        ("local_shell_call_output", "apply_patch_call_output", "custom_tool_call_output", "function_call_output"), str
+        (
+            "local_shell_call_output",
+            "apply_patch_call_output",
+            "custom_tool_call_output",
+            "function_call_output",
+        ),
+        str,
     ),
 }
 _RESPONSES = ("/v1/responses", "input", [{"role": "user", "content": "Fix it."}])
@@ -126,7 +157,11 @@ _RESPONSES = ("/v1/responses", "input", [{"role": "user", "content": "Fix it."}]
 def test_outputs_of_referenced_calls_are_compared(kind: str) -> None:
     def write(value: str, number: int) -> list[dict[str, Any]]:
         output = {"type": kind, "call_id": f"c{number}", "output": _OUTPUTS[kind](value)}
-        return [{"type": "item_reference", "id": f"rs_{number}"}, {"type": "item_reference", "id": f"c_{number}"}, output]
+        return [
+            {"type": "item_reference", "id": f"rs_{number}"},
+            {"type": "item_reference", "id": f"c_{number}"},
+            output,
+        ]
 
     def ask(values: list[str]) -> list[str]:
         messages = _RESPONSES[2]
@@ -154,7 +189,10 @@ def test_repeated_text_after_references_is_uncounted() -> None:
     """A repeated text cannot be judged; new words of a person are no loop."""
 
     def write(value: str, number: int) -> list[dict[str, Any]]:
-        return [{"type": "item_reference", "id": f"msg_{number}"}, {"role": "user", "content": value}]
+        return [
+            {"type": "item_reference", "id": f"msg_{number}"},
+            {"role": "user", "content": value},
+        ]
 
     assert set(_judge(*_RESPONSES, write, _WORDS)) == {"allow"}
     assert _judge(*_RESPONSES, write, ["continue"] * 4)[1:] == ["no_history"] * 3
@@ -162,7 +200,12 @@ def test_repeated_text_after_references_is_uncounted() -> None:
 
 def test_references_beside_calls_change_nothing() -> None:
     def write(value: str, number: int) -> list[dict[str, Any]]:
-        called = {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": json.dumps({"n": 1})}
+        called = {
+            "type": "function_call",
+            "call_id": f"c{number}",
+            "name": "f",
+            "arguments": json.dumps({"n": 1}),
+        }
         output = {"type": "function_call_output", "call_id": f"c{number}", "output": value}
         return [{"type": "item_reference", "id": f"msg_{number}"}, called, output]
 
@@ -190,14 +233,21 @@ def test_loop_with_prefill_is_steered_and_refused(name: str) -> None:
         return bodies
 
     stuck = ask(["error: no such thing"] * 7)
-    moving = ask([f"found {word}" for word in ("alpha", "birch", "cedar", "drift", "ember", "frost", "grove")])
+    moving = ask(
+        [
+            f"found {word}"
+            for word in ("alpha", "birch", "cedar", "drift", "ember", "frost", "grove")
+        ]
+    )
     live = judge_live(stuck, path)
 
     assert live == ["allow"] * 2 + ["steer"] * 2 + ["land"] * 2 + ["reject"]
     assert live == [judge_alone(value, path) for value in stuck]
     assert set(judge_live(moving, path)) == {judge_alone(moving[-1], path)} == {"allow"}
 
-    sent = json.loads(ask_preset(make_service(AGENTS), stuck[2], path).request_body.response.body_mutation.body)
+    sent = json.loads(
+        ask_preset(make_service(AGENTS), stuck[2], path).request_body.response.body_mutation.body
+    )
     assert sent["messages"][-1] == start
     assert "Loop detected" in json.dumps(sent["messages"][-2])
 

@@ -25,7 +25,15 @@ from tests.support.budget_policies import (
     warning_of,
 )
 from tests.support.messages import headers
-from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
+from tests.support.service import (
+    FailingStore,
+    decoded,
+    headers_of,
+    make_service,
+    metadata_of,
+    receive,
+    sample,
+)
 
 PRICES = {"*": {"input": 0, "output": 1_000}}  # per million tokens
 
@@ -51,7 +59,9 @@ def test_bucket_refuses_with_exact_headers_and_refills() -> None:
         "RateLimit": '"p";r=0;t=1',
     }
     assert "x-should-retry" not in told
-    assert json.loads(answers[3].immediate_response.body)["error"]["code"] == "token_bucket_exceeded"
+    assert (
+        json.loads(answers[3].immediate_response.body)["error"]["code"] == "token_bucket_exceeded"
+    )
     assert (refused(other), refused(early), refused(later)) == ("", "token_bucket_exceeded", "")
 
 
@@ -70,7 +80,9 @@ def test_metadata_has_the_tightest_budget() -> None:
 
 
 def test_remembered_metadata_is_exact_for_caller_and_second() -> None:
-    service, clock = serve(limited(rule("cost_based", budget=400, period="1h", staged_actions=REJECT)))
+    service, clock = serve(
+        limited(rule("cost_based", budget=400, period="1h", staged_actions=REJECT))
+    )
 
     for spent in range(1, 400):
         for caller in ("a", "b"):
@@ -78,7 +90,10 @@ def test_remembered_metadata_is_exact_for_caller_and_second() -> None:
             seconds = 3_600 - (clock.now - NOON) // 1_000
             told = metadata_of(ask(service, caller))
             assert told["ratelimit"] == f'"p";r={400 - spent};t={seconds}'
-            assert (told["ratelimit_remaining"], told["ratelimit_reset"]) == (f"{400 - spent}", f"{seconds}")
+            assert (told["ratelimit_remaining"], told["ratelimit_reset"]) == (
+                f"{400 - spent}",
+                f"{seconds}",
+            )
 
 
 def test_metadata_of_a_share_is_not_reused() -> None:
@@ -101,10 +116,27 @@ def test_metadata_of_a_share_is_not_reused() -> None:
     ("tokens", "limit", "left", "reset"),
     [
         (rule("token_bucket_llm", "t", tokens_per_minute=6_000), "6000", "5890", "2s"),
-        (rule("token_bucket_llm", "t", tokens_per_minute=1, burst_tokens=500), "500", "390", "1h50m0s"),
-        (rule("token_bucket_llm", "t", tokens_per_minute=30, burst_tokens=5_000), "5000", "4890", "3m40s"),
         (
-            rule("cost_based", "t", budget=900, period="1h", cost_key="usage:tokens", staged_actions=REJECT),
+            rule("token_bucket_llm", "t", tokens_per_minute=1, burst_tokens=500),
+            "500",
+            "390",
+            "1h50m0s",
+        ),
+        (
+            rule("token_bucket_llm", "t", tokens_per_minute=30, burst_tokens=5_000),
+            "5000",
+            "4890",
+            "3m40s",
+        ),
+        (
+            rule(
+                "cost_based",
+                "t",
+                budget=900,
+                period="1h",
+                cost_key="usage:tokens",
+                staged_actions=REJECT,
+            ),
             "900",
             "790",
             "1h0m0s",
@@ -112,11 +144,25 @@ def test_metadata_of_a_share_is_not_reused() -> None:
     ],
     ids=["seconds", "hours", "minutes", "a period"],
 )
-def test_token_budgets_also_have_openai_header_values(tokens: dict[str, Any], limit: str, left: str, reset: str) -> None:
+def test_token_budgets_also_have_openai_header_values(
+    tokens: dict[str, Any], limit: str, left: str, reset: str
+) -> None:
     stages = [{"threshold_percent": 1, "action": "warn"}, *REJECT]
-    dollars = rule("cost_based", "d", budget=1, period="1d", cost_key="usage:dollars", prices=PRICES, staged_actions=stages)
+    dollars = rule(
+        "cost_based",
+        "d",
+        budget=1,
+        period="1d",
+        cost_key="usage:dollars",
+        prices=PRICES,
+        staged_actions=stages,
+    )
     content = chat("x" * 40, max_tokens=100)
-    expected = {"ratelimit_limit_tokens": limit, "ratelimit_remaining_tokens": left, "ratelimit_reset_tokens": reset}
+    expected = {
+        "ratelimit_limit_tokens": limit,
+        "ratelimit_remaining_tokens": left,
+        "ratelimit_reset_tokens": reset,
+    }
 
     for rules in ([tokens], [tokens, bucket(burst=2)], [tokens, dollars]):
         service, _ = serve(limited(*rules))
@@ -143,7 +189,12 @@ def test_refused_request_takes_nothing_from_other_budgets() -> None:
 
 @pytest.mark.parametrize("action", ["reject", "warn"])
 def test_refused_loop_pays_nothing(action: str) -> None:
-    loop = {"enabled": True, "window_seconds": 3600, "threshold_identical_requests": 2, "action": action}
+    loop = {
+        "enabled": True,
+        "window_seconds": 3600,
+        "threshold_identical_requests": 2,
+        "action": action,
+    }
     service, _ = serve(limited(bucket(burst=20_000), loop_detection=loop))
 
     answers = [ask(service) for _ in range(101)]
@@ -158,22 +209,35 @@ def test_period_has_stages_and_ends_by_calendar() -> None:
         {"threshold_percent": 100, "action": "reject"},
         {"threshold_percent": 40, "action": "warn"},
     ]
-    service, clock = serve(limited(rule("cost_based", budget=5, period="1h", staged_actions=stages)))
+    service, clock = serve(
+        limited(rule("cost_based", budget=5, period="1h", staged_actions=stages))
+    )
     clock.now += 60_000
 
     answers = [ask(service) for _ in range(6)]
     clock.now = NOON + 3_600_000
     later = ask(service)
 
-    assert [metadata_of(answer).get("action") for answer in answers] == [None, *["warn"] * 4, "reject"]
+    assert [metadata_of(answer).get("action") for answer in answers] == [
+        None,
+        *["warn"] * 4,
+        "reject",
+    ]
     assert [warning_of(answer) for answer in answers] == [None, *[b"budget_warn"] * 4, None]
-    assert (refused(answers[5]), headers_of(answers[5])["Retry-After"]) == ("budget_exceeded", str(3_600 - 60))
+    assert (refused(answers[5]), headers_of(answers[5])["Retry-After"]) == (
+        "budget_exceeded",
+        str(3_600 - 60),
+    )
     assert metadata_of(later)["ratelimit_remaining"] == "4"
 
 
-@pytest.mark.parametrize(("period", "seconds"), [("5m", 240), ("1h", 3_540), ("1d", 43_140), ("7d", 215_940)])
+@pytest.mark.parametrize(
+    ("period", "seconds"), [("5m", 240), ("1h", 3_540), ("1d", 43_140), ("7d", 215_940)]
+)
 def test_periods_begin_by_the_calendar(period: str, seconds: int) -> None:
-    service, clock = serve(limited(rule("cost_based", budget=1, period=period, staged_actions=REJECT)))
+    service, clock = serve(
+        limited(rule("cost_based", budget=1, period=period, staged_actions=REJECT))
+    )
     clock.now = NOON + 60_000  # on a Thursday
 
     answers = [ask(service) for _ in range(2)]
@@ -206,14 +270,33 @@ MANY = rule("token_bucket_llm", tokens_per_minute=1_000, default_max_completion=
 @pytest.mark.parametrize(
     ("made", "requests", "reasons"),
     [
-        (limited(rule("cost_based", budget=5, period="1d", staged_actions=LOW)), [{}] * 4, ["", "", "", "budget_exceeded"]),
-        (limited(MANY), [{"content": chat("hi", max_tokens=most)} for most in (499, 0, 499)], ["", "tpm_exceeded", ""]),
-        (limited(bucket(burst=1), bypass=[{"header": "x-health"}]), [{"x_health": "1"}] * 3, ["", "", ""]),
+        (
+            limited(rule("cost_based", budget=5, period="1d", staged_actions=LOW)),
+            [{}] * 4,
+            ["", "", "", "budget_exceeded"],
+        ),
+        (
+            limited(MANY),
+            [{"content": chat("hi", max_tokens=most)} for most in (499, 0, 499)],
+            ["", "tpm_exceeded", ""],
+        ),
+        (
+            limited(bucket(burst=1), bypass=[{"header": "x-health"}]),
+            [{"x_health": "1"}] * 3,
+            ["", "", ""],
+        ),
         (limited(bucket(burst=1)), [{"key": ""}] * 3, ["", "", ""]),
     ],
-    ids=["a stage below 100", "the default is not cut to what is left", "bypassed", "no rule applies"],
+    ids=[
+        "a stage below 100",
+        "the default is not cut to what is left",
+        "bypassed",
+        "no rule applies",
+    ],
 )
-def test_rules_refuse_at_their_limit(made: dict[str, Any], requests: list[dict[str, Any]], reasons: list[str]) -> None:
+def test_rules_refuse_at_their_limit(
+    made: dict[str, Any], requests: list[dict[str, Any]], reasons: list[str]
+) -> None:
     service, _ = serve(made)
 
     answers = [ask(service, **request) for request in requests]
@@ -240,14 +323,28 @@ def test_rules_refuse_at_their_limit(made: dict[str, Any], requests: list[dict[s
     ],
 )
 def test_cost_from_a_header_is_bounded(value: str, left: str | None) -> None:
-    service, _ = serve(limited(rule("cost_based", budget=10, period="1d", cost_key="header:X-Cost", staged_actions=REJECT)))
+    service, _ = serve(
+        limited(
+            rule(
+                "cost_based",
+                budget=10,
+                period="1d",
+                cost_key="header:X-Cost",
+                staged_actions=REJECT,
+            )
+        )
+    )
 
     answer = ask(service, x_cost=value)
 
     assert metadata_of(answer)["ratelimit_remaining"] == (left or "10")
     if left is None:
         told = headers_of(answer)
-        assert (answer.immediate_response.status.code, told["x-should-retry"], "Retry-After" in told) == (400, "false", False)
+        assert (
+            answer.immediate_response.status.code,
+            told["x-should-retry"],
+            "Retry-After" in told,
+        ) == (400, "false", False)
         assert metadata_of(ask(service))["ratelimit_remaining"] == "9"
 
 
@@ -261,9 +358,13 @@ def test_cost_from_a_header_is_bounded(value: str, left: str | None) -> None:
         ({}, "rest"),
     ],
 )
-def test_rule_is_chosen_by_match_and_descriptors(request_: dict[str, Any], rule_: str | None) -> None:
+def test_rule_is_chosen_by_match_and_descriptors(
+    request_: dict[str, Any], rule_: str | None
+) -> None:
     free = bucket(burst=1, name="free", more={"match": {"header:x-plan": "free"}})
-    user = bucket(burst=2, name="user", keys=["header:x-user"], more={"match": {"header:x-plan": "free"}})
+    user = bucket(
+        burst=2, name="user", keys=["header:x-user"], more={"match": {"header:x-plan": "free"}}
+    )
     service, _ = serve(limited(free, user, fallback_limit=bucket(burst=5, name="rest")))
 
     assert metadata_of(ask(service, **request_)).get("budget_rule") == rule_
@@ -278,14 +379,27 @@ def test_equally_named_rules_of_policies_are_separate() -> None:
     answers = [ask(service) for _ in range(4)]
 
     assert [refused(answer) for answer in answers] == ["", "", "", "token_bucket_exceeded"]
-    assert [metadata_of(answer).get("shadow_action") for answer in answers] == [None, None, "reject", "reject"]
+    assert [metadata_of(answer).get("shadow_action") for answer in answers] == [
+        None,
+        None,
+        "reject",
+        "reject",
+    ]
     assert sample(
-        service, "budgets_total", policy="s", mode="shadow", rule="r", reason="token_bucket_exceeded", action="reject"
+        service,
+        "budgets_total",
+        policy="s",
+        mode="shadow",
+        rule="r",
+        reason="token_bucket_exceeded",
+        action="reject",
     )
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 40_000}}
-SEEN = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [IMAGE]}]}).encode()
+SEEN = json.dumps(
+    {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [IMAGE]}]}
+).encode()
 
 
 @pytest.mark.parametrize(
@@ -294,13 +408,16 @@ SEEN = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", 
     ids=["the default for an answer", "what the client allows", "an image"],
 )
 def test_tokens_are_estimated_from_prompt_and_maximum(content: bytes, tokens: int) -> None:
-    service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=10_000, default_max_completion=500)))
+    service, _ = serve(
+        limited(rule("token_bucket_llm", tokens_per_minute=10_000, default_max_completion=500))
+    )
 
     assert metadata_of(ask(service, content=content))["ratelimit_remaining"] == f"{10_000 - tokens}"
 
 
 @pytest.mark.parametrize(
-    ("content", "fits"), [(chat("hello"), True), (chat("hello", max_tokens=200), False), (chat("x" * 800), False)]
+    ("content", "fits"),
+    [(chat("hello"), True), (chat("hello", max_tokens=200), False), (chat("x" * 800), False)],
 )
 def test_default_answer_length_is_capped_at_the_limit(content: bytes, fits: bool) -> None:
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=100)))
@@ -319,16 +436,30 @@ def test_default_answer_length_is_capped_at_the_limit(content: bytes, fits: bool
     [
         ({"max_prompt_tokens": 10}, chat("x" * 41), "prompt_tokens_exceeded"),
         ({"max_prompt_tokens": 10}, chat("x" * 40), ""),
-        ({"max_tokens_per_request": 60}, chat("x" * 40, max_tokens=51), "max_tokens_per_request_exceeded"),
+        (
+            {"max_tokens_per_request": 60},
+            chat("x" * 40, max_tokens=51),
+            "max_tokens_per_request_exceeded",
+        ),
         ({"max_tokens_per_request": 60}, chat("x" * 40, max_tokens=50), ""),
-        ({"max_tokens_per_request": 60, "max_completion_tokens": 50}, chat("x" * 40, max_tokens=99), ""),
+        (
+            {"max_tokens_per_request": 60, "max_completion_tokens": 50},
+            chat("x" * 40, max_tokens=99),
+            "",
+        ),
         ({"tokens_per_day": 1_000}, chat("x" * 40, max_tokens=995), "tpd_exceeded"),
         ({"tokens_per_minute": 50}, chat("x" * 40, max_tokens=99), "tpm_exceeded"),
-        ({"token_source": {"estimator": "header_hint"}, "max_prompt_tokens": 10}, chat("x"), "prompt_tokens_exceeded"),
+        (
+            {"token_source": {"estimator": "header_hint"}, "max_prompt_tokens": 10},
+            chat("x"),
+            "prompt_tokens_exceeded",
+        ),
     ],
 )
 def test_token_limits_per_request(config: dict[str, Any], content: bytes, reason: str) -> None:
-    service, _ = serve(limited(rule("token_bucket_llm", **{"tokens_per_minute": 100_000, **config})))
+    service, _ = serve(
+        limited(rule("token_bucket_llm", **{"tokens_per_minute": 100_000, **config}))
+    )
 
     assert refused(ask(service, content=content, **{"x-token-estimate": "11"})) == reason
 
@@ -345,7 +476,10 @@ def test_breaker_stops_spending_for_its_minutes() -> None:
     closed = ask(service)
 
     assert [refused(answer) for answer in answers] == ["", "", "", "circuit_breaker_open"]
-    assert (headers_of(answers[3])["Retry-After"], headers_of(open_still)["Retry-After"]) == ("300", "240")
+    assert (headers_of(answers[3])["Retry-After"], headers_of(open_still)["Retry-After"]) == (
+        "300",
+        "240",
+    )
     assert (refused(other), refused(closed)) == ("", "")
     assert metadata_of(closed)["ratelimit_remaining"] == "96"
 
@@ -353,24 +487,52 @@ def test_breaker_stops_spending_for_its_minutes() -> None:
 def test_replica_without_store_enforces_its_share() -> None:
     stages = [{"threshold_percent": 60, "action": "warn"}, *REJECT]
     fixed = limited(rule("cost_based", budget=15, period="1d", staged_actions=stages))
-    costly = limited(rule("cost_based", budget=15, period="1d", cost_key="header:x-cost", staged_actions=REJECT))
-    service, other = make_service(fixed, store=FailingStore()), make_service(costly, store=FailingStore())
+    costly = limited(
+        rule("cost_based", budget=15, period="1d", cost_key="header:x-cost", staged_actions=REJECT)
+    )
+    service, other = (
+        make_service(fixed, store=FailingStore()),
+        make_service(costly, store=FailingStore()),
+    )
     service.counting.replicas = other.counting.replicas = 3
 
     answers = [ask(service) for _ in range(6)]
     large = [ask(other, x_cost=cost) for cost in ("9", "1", "9", "16")]
 
     assert [refused(answer) for answer in answers] == [""] * 5 + ["budget_exceeded"]
-    assert [warning_of(answer) for answer in answers] == [None, None, b"budget_warn", b"budget_warn", b"budget_warn", None]
+    assert [warning_of(answer) for answer in answers] == [
+        None,
+        None,
+        b"budget_warn",
+        b"budget_warn",
+        b"budget_warn",
+        None,
+    ]
     told = headers_of(answers[5])
-    assert (told["RateLimit-Limit"], told["RateLimit-Remaining"], "x-should-retry" in told) == ("5", "0", False)
-    assert [refused(answer) for answer in large] == ["", "budget_exceeded", "budget_exceeded", "budget_exceeded"]
+    assert (told["RateLimit-Limit"], told["RateLimit-Remaining"], "x-should-retry" in told) == (
+        "5",
+        "0",
+        False,
+    )
+    assert [refused(answer) for answer in large] == [
+        "",
+        "budget_exceeded",
+        "budget_exceeded",
+        "budget_exceeded",
+    ]
     assert ["x-should-retry" in headers_of(answer) for answer in large[1:]] == [False, False, True]
 
 
 def test_refused_loop_gives_back_to_the_share() -> None:
-    loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "action": "reject"}
-    service = make_service(limited(bucket(per_second=0.001, burst=9), loop_detection=loop), store=FailingStore())
+    loop = {
+        "enabled": True,
+        "window_seconds": 60,
+        "threshold_identical_requests": 2,
+        "action": "reject",
+    }
+    service = make_service(
+        limited(bucket(per_second=0.001, burst=9), loop_detection=loop), store=FailingStore()
+    )
     service.counting.replicas = 3
 
     loops = [refused(ask(service)) for _ in range(9)]
@@ -385,7 +547,11 @@ def test_note_says_how_much_is_used() -> None:
     service, _ = serve(limited(rule("cost_based", budget=2, period="1d", staged_actions=stages)))
     messages = [
         {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "t", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "function": {"name": "t", "arguments": "{}"}}],
+        },
         {"role": "tool", "tool_call_id": "1", "content": "done"},
     ]
 
@@ -404,7 +570,11 @@ def test_dollar_budgets_have_no_ratelimit_headers() -> None:
         "staged_actions": REJECT,
     }
     dime = rule("cost_based", "dime", budget=0.1, **amounts)
-    policies = limited(dime), limited(dime, bucket(burst=5)), limited(rule("cost_based", budget=0.000001, **amounts))
+    policies = (
+        limited(dime),
+        limited(dime, bucket(burst=5)),
+        limited(rule("cost_based", budget=0.000001, **amounts)),
+    )
 
     alone, both, empty = (ask(serve(made)[0], content=chat("word " * 100)) for made in policies)
 
@@ -420,4 +590,7 @@ def test_refusal_counts_in_whole_requests() -> None:
     message = [ask(service) for _ in range(2)][-1].immediate_response.body.decode()
 
     assert "allows 1 request in" in message
-    assert "0 requests of that is left, and this request needs 1 request. Send it again in 1 second." in message
+    assert (
+        "0 requests of that is left, and this request needs 1 request. Send it again in 1 second."
+        in message
+    )

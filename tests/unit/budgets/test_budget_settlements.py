@@ -53,7 +53,11 @@ def test_usage_replaces_the_estimate(told: dict[str, int], used: int) -> None:
 
     assert refused(answer) == ""
     assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 2 * used
-    service.follow(make_service(limited(rule("token_bucket_llm", tokens_per_minute=10**8, tokens_per_day=1_000_000))).engine)
+    service.follow(
+        make_service(
+            limited(rule("token_bucket_llm", tokens_per_minute=10**8, tokens_per_day=1_000_000))
+        ).engine
+    )
     clock.now += 60_000
     assert tokens_left(service) == 1_000_000 - used - 1
 
@@ -77,7 +81,9 @@ def reserved(service: Service, text: str, **more: Any) -> int:  # noqa: ANN401  
         (100, 100, 7, 7),
     ],
 )
-def test_estimate_is_corrected_by_the_last_error(estimated: int, counted: int, later: int, corrected: int) -> None:
+def test_estimate_is_corrected_by_the_last_error(
+    estimated: int, counted: int, later: int, corrected: int
+) -> None:
     anchors = Anchors()
     anchors.learn("one", 1, 1_000_000)
 
@@ -92,7 +98,11 @@ def test_session_reserves_by_its_last_prompt() -> None:
     text = "word " * 400
     plain = reserved(service, text)
 
-    tell(service, ask(service, content=chat(text), x_session_id="s"), told={"input": 700, "cached": 600, "output": 20})
+    tell(
+        service,
+        ask(service, content=chat(text), x_session_id="s"),
+        told={"input": 700, "cached": 600, "output": 20},
+    )
 
     assert reserved(service, text, x_session_id="s") == 700
     assert reserved(service, text + "more", x_session_id="s") == 701
@@ -121,7 +131,9 @@ def test_entry_without_prompt_tokens_corrects_no_estimate(
     service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
     text = "word " * 400
     plain = reserved(service, text)
-    (policy,) = json.loads(metadata_of(ask(service, content=chat(text), x_session_id="s"))["sessions"])
+    (policy,) = json.loads(
+        metadata_of(ask(service, content=chat(text), x_session_id="s"))["sessions"]
+    )
 
     settle(service, sessions=[policy | damage], **entry)
 
@@ -134,7 +146,9 @@ def test_entry_without_prompt_tokens_corrects_no_estimate(
     ("entry", "used"),
     [
         ({"status": 503}, 0),  # it is not billed
-        *(({"status": status}, 0) for status in (0, 401, 403, 429)),  # the client left, or a filter refused it
+        *(
+            ({"status": status}, 0) for status in (0, 401, 403, 429)
+        ),  # the client left, or a filter refused it
         ({}, 1_200),  # as for sessions: 4,000 bytes of a request and 800 of a response
     ],
 )
@@ -146,9 +160,18 @@ def test_unbilled_responses_cost_nothing(entry: dict[str, Any], used: int) -> No
     assert tokens_left(service) == 10_000 - used
 
 
-@pytest.mark.parametrize(("status", "sent", "kept"), [(403, False, 3), (0, False, 3), (403, True, 2), (200, True, 2)])
-def test_fixed_cost_is_returned_if_another_filter_refuses(status: int, sent: bool, kept: int) -> None:  # a parameter
-    detector = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 9, "count_failed": False}
+@pytest.mark.parametrize(
+    ("status", "sent", "kept"), [(403, False, 3), (0, False, 3), (403, True, 2), (200, True, 2)]
+)
+def test_fixed_cost_is_returned_if_another_filter_refuses(
+    status: int, sent: bool, kept: int
+) -> None:  # a parameter
+    detector = {
+        "enabled": True,
+        "window_seconds": 60,
+        "threshold_identical_requests": 9,
+        "count_failed": False,
+    }
     service, _ = serve(limited(bucket(per_second=0.001), loop_detection=detector))
     answer = ask(service)
 
@@ -170,7 +193,9 @@ def test_repeated_entry_counts_once() -> None:
     assert tokens_left(service) == 10_000 - 120
     assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 2 * 120
     assert sample(other, "budget_used_total", policy="p", mode="enforce", rule="r") == 0
-    assert [sample(each, "access_log_entries_total", result="unknown") for each in (service, other)] == [2, 2]
+    assert [
+        sample(each, "access_log_entries_total", result="unknown") for each in (service, other)
+    ] == [2, 2]
 
 
 def test_entry_of_an_older_version_is_settled() -> None:
@@ -184,7 +209,9 @@ def test_entry_of_an_older_version_is_settled() -> None:
 
 
 def test_shadow_refusals_are_not_settled() -> None:
-    shadow = limited(rule("token_bucket_llm", tokens_per_minute=10, name="s"), identity="s", mode="shadow")
+    shadow = limited(
+        rule("token_bucket_llm", tokens_per_minute=10, name="s"), identity="s", mode="shadow"
+    )
     service, _ = serve(limited(LLM), shadow)
 
     answer = ask(service, content=chat("x" * 400))
@@ -213,7 +240,10 @@ DESCRIBED: dict[str, Any] = {
         {"budgets": [["r", "tpm", "budget1:q:r:tpm::aaaaaaaaaaaaaaaa", 3, 5]]},
         {"budgets": [["gone", "tpm", "budget1:p:gone:tpm::aaaaaaaaaaaaaaaa", 3, 5]]},
         {"budgets": [["r", "tpm", "budget1:p:" + "r" * 9_000, 3, 5]]},
-        *({"budgets": [["r", "tpm", KEY, value, 5]]} for value in (-1, 1e300, "3", None, True, 10**17)),
+        *(
+            {"budgets": [["r", "tpm", KEY, value, 5]]}
+            for value in (-1, 1e300, "3", None, True, 10**17)
+        ),
         *({"budgets": [["r", "tpm", KEY, 3, value]]} for value in (-1, 0.5, "3", None)),
         {"policy": "q"},
         {"policy": 5},
@@ -259,7 +289,8 @@ class Slow(FailingStore):
         self._waiting = [*pending]
         return self._answers
 
-    def hit(self, hits: Any, now: int | None = None) -> Any:  # noqa: ANN401  # questions, and answers to come
+    # Questions, and answers to come
+    def hit(self, hits: Any, now: int | None = None) -> Any:  # noqa: ANN401
         """Answer at once unless calls are to wait."""
         answers = self._memory.hit(hits, now)
         if not self._waiting:
@@ -288,10 +319,14 @@ def test_client_that_leaves_before_the_decision_pays_nothing() -> None:
     assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
 
 
-@pytest.mark.parametrize("answered", [(), (0,), (1,), (0, 1)], ids=["none", "enforcing", "shadow", "both"])
+@pytest.mark.parametrize(
+    "answered", [(), (0,), (1,), (0, 1)], ids=["none", "enforcing", "shadow", "both"]
+)
 def test_cancelled_task_pays_nothing(answered: tuple[int, ...]) -> None:
     store = Slow()
-    service = make_service(limited(SLOW), limited(SLOW | {"name": "s"}, identity="s", mode="shadow"), store=store)
+    service = make_service(
+        limited(SLOW), limited(SLOW | {"name": "s"}, identity="s", mode="shadow"), store=store
+    )
     waiting = Pending(), Pending()
     kept = store.waits_for(*waiting)
     reply: Any = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
@@ -312,7 +347,10 @@ def test_cancelled_task_pays_nothing(answered: tuple[int, ...]) -> None:
     asyncio.run(leave())
 
     assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
-    assert [row.left // row.units for row in service.reporter.budgets.make_document(shows_callers=False).rows] == [8, 8]
+    assert [
+        row.left // row.units
+        for row in service.reporter.budgets.make_document(shows_callers=False).rows
+    ] == [8, 8]
 
 
 class HalfAway(FailingStore):
@@ -332,7 +370,9 @@ class HalfAway(FailingStore):
 
 
 def test_refusal_with_half_the_store_away_is_undone() -> None:
-    service = make_service(limited(bucket(burst=9), bucket(burst=1, name="away", per_second=0.001)), store=HalfAway())
+    service = make_service(
+        limited(bucket(burst=9), bucket(burst=1, name="away", per_second=0.001)), store=HalfAway()
+    )
 
     answers = [refused(ask(service)) for _ in range(5)]
     service.follow(make_service(limited(bucket(burst=9))).engine)

@@ -1,7 +1,7 @@
 """Random clients that try to pay less: whatever they do, a caller is charged for what its responses report.
 
-A response may report its tokens, stream without usage, or report nonsense; the client may leave; the entry in the access log
-may arrive once, twice, at the other replica, or never.
+A response may report its tokens, stream without usage, or report nonsense; the client may leave;
+the entry in the access log may arrive once, twice, at the other replica, or never.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
-from tests.support.budget_policies import CHAT, REJECT, Clock, ask, chat, limited, refused, rule, tell
+from tests.support.budget_policies import (
+    CHAT,
+    REJECT,
+    Clock,
+    ask,
+    chat,
+    limited,
+    refused,
+    rule,
+    tell,
+)
 from tests.support.service import headers_of, make_service, metadata_of
 
 STREAM = {"content-type": "text/event-stream"}
@@ -89,7 +99,16 @@ class Sent(NamedTuple):
 
 
 _OUTCOMES = [
-    *("told", "stream", "document", "left before", "left within", "left at the end", "absurd", "much cached"),
+    *(
+        "told",
+        "stream",
+        "document",
+        "left before",
+        "left within",
+        "left at the end",
+        "absurd",
+        "much cached",
+    ),
     *("error", "unsent"),
 ]
 REQUESTS = st.lists(
@@ -115,7 +134,9 @@ class Replicas:
     """Two replicas on one store, with a daily budget for each caller; callers without a name share one."""
 
     def __init__(self, budget: int, **spec: Any) -> None:  # noqa: ANN401  # keys of a spec
-        made = rule("cost_based", budget=budget, cost_key="usage:tokens", period="1d", staged_actions=REJECT)
+        made = rule(
+            "cost_based", budget=budget, cost_key="usage:tokens", period="1d", staged_actions=REJECT
+        )
         store = MemoryStore(Metrics(), clock=Clock())
         self.replicas = [make_service(limited(made, **spec), store=store) for _ in range(2)]
 

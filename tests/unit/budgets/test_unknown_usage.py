@@ -13,7 +13,18 @@ from extproc.budgets.costs import PERIOD_UNITS, estimate_prompt
 from extproc.operator.admin.coverage_report import make_report
 from extproc.operator.board import View
 from extproc.request.document import MAX_STEPS, Document, NotCounted
-from tests.support.budget_policies import CHAT, REJECT, ask, chat, limited, refused, rule, serve, tell, tokens_left
+from tests.support.budget_policies import (
+    CHAT,
+    REJECT,
+    ask,
+    chat,
+    limited,
+    refused,
+    rule,
+    serve,
+    tell,
+    tokens_left,
+)
 from tests.support.bundles import check
 from tests.support.pages import STATE
 from tests.support.service import metadata_of, sample
@@ -40,7 +51,10 @@ def settled(content: bytes | None = None, spec: dict[str, Any] | None = None, **
     return 10_000 - tokens_left(service)
 
 
-@pytest.mark.parametrize(("flag", "code", "came"), [*((flag, 0, 0) for flag in CUT), (CUT[0], 200, 300), (CUT[0], 504, 24)])
+@pytest.mark.parametrize(
+    ("flag", "code", "came"),
+    [*((flag, 0, 0) for flag in CUT), (CUT[0], 200, 300), (CUT[0], 504, 24)],
+)
 def test_client_that_leaves_pays_the_reservation(flag: str, code: int, came: int) -> None:
     entry: dict[str, Any] = {flag: True, "status": code, "sizes": (90, came)}
     assert settled(**entry, headers=STREAM, took=SENT) == 1_000
@@ -48,7 +62,12 @@ def test_client_that_leaves_pays_the_reservation(flag: str, code: int, came: int
 
 def test_client_that_leaves_late_pays_for_received_bytes() -> None:
     content = chat("x" * 40)
-    assert settled(content, sizes=(90, 40_000), headers=STREAM, took=SENT, downstream_remote_reset=True) > 10_000 - 23
+    assert (
+        settled(
+            content, sizes=(90, 40_000), headers=STREAM, took=SENT, downstream_remote_reset=True
+        )
+        > 10_000 - 23
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,11 +76,17 @@ def test_client_that_leaves_late_pays_for_received_bytes() -> None:
         ({"status": 0}, 0),
         ({"status": 0, "downstream_remote_reset": True}, 0),
         ({"status": 504, "upstream_request_timeout": True}, 0),
-        ({"told": {"input": 100, "output": 20}, "took": SENT, "downstream_remote_reset": True}, 120),
+        (
+            {"told": {"input": 100, "output": 20}, "took": SENT, "downstream_remote_reset": True},
+            120,
+        ),
         ({"told": {"input": 100, "output": 20}, "took": SENT, "status": 0}, 120),
         ({"status": 503, "took": SENT}, 0),
         ({"status": 503, "took": SENT, "upstream_connection_failure": True}, 0),
-        ({"told": {"input": 100, "output": 10, "cached": 5_000}, "sizes": (80, 800)}, 110),  # never more than the prompt
+        (
+            {"told": {"input": 100, "output": 10, "cached": 5_000}, "sizes": (80, 800)},
+            110,
+        ),  # never more than the prompt
         ({"told": {"input": 100, "output": 10, "cached": 100}, "sizes": (80, 800)}, 110),
         ({"told": {"input": 0, "output": 9_000}, "sizes": (80, 800)}, 9_000),
     ],
@@ -70,18 +95,31 @@ def test_known_usage_replaces_the_reservation(entry: dict[str, Any], paid: int) 
     assert settled(**entry) == paid
 
 
-DOLLARS = rule("cost_based", budget=1, cost_key="usage:dollars", prices={"*": {"input": 0, "output": 140}}, **DAY)
+DOLLARS = rule(
+    "cost_based",
+    budget=1,
+    cost_key="usage:dollars",
+    prices={"*": {"input": 0, "output": 140}},
+    **DAY,
+)
 
 
 @pytest.mark.parametrize(
     ("made", "content", "entry", "most"),
     [
-        (DOLLARS, chat("hello", max_tokens=1_000), {"status": 0, "sizes": (80, 0), "took": SENT, CUT[0]: True}, 7),
+        (
+            DOLLARS,
+            chat("hello", max_tokens=1_000),
+            {"status": 0, "sizes": (80, 0), "took": SENT, CUT[0]: True},
+            7,
+        ),
         (TOKENS, chat("x" * 40), {"sizes": (80, 8_108), "headers": STREAM}, 5),
     ],
     ids=["clients that leave", "streams without usage"],
 )
-def test_missing_usage_buys_no_extra_requests(made: dict[str, Any], content: bytes, entry: dict[str, Any], most: int) -> None:
+def test_missing_usage_buys_no_extra_requests(
+    made: dict[str, Any], content: bytes, entry: dict[str, Any], most: int
+) -> None:
     service, _ = serve(limited(made))
     passed = 0
     for _ in range(30):
@@ -117,7 +155,13 @@ def test_session_pays_reservation_of_a_client_that_leaves() -> None:
         (chat("x" * 40, max_tokens=90, n=3), 80_000, 635),
         (chat("x" * 40, max_output_tokens=1), 8_000, 2_010),
     ],
-    ids=["as if all were text", "short", "at most what was asked for", "by events if that is more", "another API's maximum"],
+    ids=[
+        "as if all were text",
+        "short",
+        "at most what was asked for",
+        "by events if that is more",
+        "another API's maximum",
+    ],
 )
 def test_stream_without_usage_pays_for_received_bytes(content: bytes, size: int, paid: int) -> None:
     assert settled(content, sizes=(40, size), headers=STREAM) == paid
@@ -133,7 +177,9 @@ def test_unknown_path_does_not_lower_the_price() -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [TOKENS, rule("token_bucket_llm", tokens_per_minute=10_000)], ids=["cost_based", "token_bucket_llm"]
+    "made",
+    [TOKENS, rule("token_bucket_llm", tokens_per_minute=10_000)],
+    ids=["cost_based", "token_bucket_llm"],
 )
 def test_rule_asks_streams_for_usage(made: dict[str, Any]) -> None:
     asking = made | {"algorithm_config": made["algorithm_config"] | {"usage": "request"}}
@@ -145,7 +191,9 @@ def test_rule_asks_streams_for_usage(made: dict[str, Any]) -> None:
     assert changed == content[:-1] + b',"stream_options":{"include_usage":true}}'
     assert not ask(service, content=chat("hello")).request_body.response.HasField("body_mutation")
     for policy in (limited(made), limited(asking, mode="shadow")):
-        assert not ask(serve(policy)[0], content=content).request_body.response.HasField("body_mutation")
+        assert not ask(serve(policy)[0], content=content).request_body.response.HasField(
+            "body_mutation"
+        )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +207,10 @@ def test_rule_asks_streams_for_usage(made: dict[str, Any]) -> None:
     ],
 )
 def test_validate_notes_that_streams_pay_by_size(made: dict[str, Any], told: int) -> None:
-    assert len([note for note in check(limited(made)).notes if "pay for their size" in str(note)]) == told
+    assert (
+        len([note for note in check(limited(made)).notes if "pay for their size" in str(note)])
+        == told
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,10 +233,14 @@ def test_absurd_usage_pays_the_reservation(told: dict[str, Any]) -> None:
     assert tokens_left(service) == 9_000
     assert sample(service, "absurd_usage_total") == 1
     view = View(service.reporter.coverage.make_document(shows_callers=False), "a", ["a"], "")
-    assert [found["reason"] for found in make_report(view, STATE, {}, 0)["findings"]] == ["absurd_usage"]
+    assert [found["reason"] for found in make_report(view, STATE, {}, 0)["findings"]] == [
+        "absurd_usage"
+    ]
 
 
-ANSWERS = rule("cost_based", budget=10**9, period="1d", cost_key="usage:output", staged_actions=REJECT)
+ANSWERS = rule(
+    "cost_based", budget=10**9, period="1d", cost_key="usage:output", staged_actions=REJECT
+)
 HELLO = [{"role": "user", "content": "hello"}]
 GEMINI = "/v1beta/models/gemini-2.5-pro:generateContent"
 CONTENTS = [{"role": "user", "parts": [{"text": "hello"}]}]
@@ -193,7 +248,9 @@ CONTENTS = [{"role": "user", "parts": [{"text": "hello"}]}]
 
 def reserve(path: str, body: dict[str, Any]) -> int:
     service, _ = serve(limited(ANSWERS))
-    (described,) = json.loads(metadata_of(ask(service, path=path, content=json.dumps(body).encode()))["sessions"])
+    (described,) = json.loads(
+        metadata_of(ask(service, path=path, content=json.dumps(body).encode()))["sessions"]
+    )
     return int(described["budgets"][0][3]) // PERIOD_UNITS
 
 
@@ -209,17 +266,34 @@ def reserve(path: str, body: dict[str, Any]) -> int:
         ("/v1/completions", {"prompt": ["a" * 9_000, "b"], "max_tokens": 100}, 200),
         ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 100}, 200),
         ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 100}, 100),
-        (GEMINI, {"contents": CONTENTS, "generationConfig": {"maxOutputTokens": 100, "candidateCount": 4}}, 400),
-        (GEMINI, {"contents": CONTENTS, "generation_config": {"max_output_tokens": 100, "candidate_count": 4}}, 400),
+        (
+            GEMINI,
+            {
+                "contents": CONTENTS,
+                "generationConfig": {"maxOutputTokens": 100, "candidateCount": 4},
+            },
+            400,
+        ),
+        (
+            GEMINI,
+            {
+                "contents": CONTENTS,
+                "generation_config": {"max_output_tokens": 100, "candidate_count": 4},
+            },
+            400,
+        ),
         (CHAT, {"messages": HELLO, "max_tokens": 100, "n": 1}, 100),
-        *[(CHAT, {"messages": HELLO, "max_tokens": 100, "n": n}, 100) for n in (0, -3, None, True, "many", [9], {"n": 9}, 0.5)],
+        *[
+            (CHAT, {"messages": HELLO, "max_tokens": 100, "n": n}, 100)
+            for n in (0, -3, None, True, "many", [9], {"n": 9}, 0.5)
+        ],
         (CHAT, {"messages": HELLO, "max_completion_tokens": 1, "max_tokens": 5_000}, 5_000),
         (CHAT, {"messages": HELLO, "max_output_tokens": 1}, 1_000),
         (CHAT, {"messages": HELLO, "max_tokens": 1e30}, 10_000_000),
         (CHAT, {"messages": [], "max_tokens": 5_000}, 5_000),
         ("/ask", {"messages": HELLO, "max_tokens": 1, "max_output_tokens": 5_000}, 5_000),
     ],
-)  # fmt: skip
+)
 def test_every_requested_answer_is_reserved(path: str, body: dict[str, Any], tokens: int) -> None:
     assert reserve(path, {"model": "m", **body}) == tokens
 
@@ -249,4 +323,6 @@ def test_very_long_lists_are_estimated_by_bytes(place: str) -> None:
 
 @pytest.mark.parametrize("place", _list_bodies(0))
 def test_shorter_lists_are_counted_by_characters(place: str) -> None:
-    assert estimate_prompt(Document(json.dumps(_list_bodies(4_000)[place]).encode()), 0) in range(1_000, 1_010)
+    assert estimate_prompt(Document(json.dumps(_list_bodies(4_000)[place]).encode()), 0) in range(
+        1_000, 1_010
+    )

@@ -41,7 +41,10 @@ COSTS = bundle(
         "spec": {
             "selector": {"pathPrefix": "/v1/"},
             "limit_keys": ["header:x-user-id"],
-            "session_limits": {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}},
+            "session_limits": {
+                "max_cost_per_session": 1,
+                "unknown_model": {"input": 1, "output": 1},
+            },
         },
     }
 )
@@ -60,7 +63,12 @@ OFF = {"@type": FILTER_CONFIG, "disabled": True}
 
 
 @pytest.mark.parametrize(
-    ("name", "notes"), [("bootstrap", []), ("bootstrap-partial", ["notes"]), ("bootstrap-observability", ["observing"])]
+    ("name", "notes"),
+    [
+        ("bootstrap", []),
+        ("bootstrap-partial", ["notes"]),
+        ("bootstrap-observability", ["observing"]),
+    ],
 )
 def test_committed_bootstraps_have_no_findings(name: str, notes: list[str]) -> None:
     made = report(yaml.safe_load((ROOT / "envoy" / f"{name}.yaml").read_text()))
@@ -90,11 +98,18 @@ def older(document: Json) -> None:
 def wrap_in_a_struct(document: Json) -> None:
     """As control planes wrap messages that they do not know."""
     config = find(document, FILTER)
-    wrapped = {"@type": "type.googleapis.com/xds.type.v3.TypedStruct", "type_url": config.pop("@type"), "value": config}
+    wrapped = {
+        "@type": "type.googleapis.com/xds.type.v3.TypedStruct",
+        "type_url": config.pop("@type"),
+        "value": config,
+    }
     find(document, f"{MANAGER}/http_filters/0")["typed_config"] = wrapped
 
 
-OBSERVING = [put(f"{FILTER}/observability_mode", value=True), put(f"{MODE}/request_body_mode", "STREAMED")]
+OBSERVING = [
+    put(f"{FILTER}/observability_mode", value=True),
+    put(f"{MODE}/request_body_mode", "STREAMED"),
+]
 PARTS = [
     put(f"{MODE}/request_body_mode", "BUFFERED_PARTIAL"),
     put(f"{FILTER}/allow_content_length_header", value=True),
@@ -111,7 +126,9 @@ WRONG: dict[str, tuple[list[Edit], str, str]] = {  # the edits, the code, the pl
     "a hold that 408 ends": putting("request-timeout", f"{MANAGER}/request_timeout", "20s"),
     "a hold that silence ends": putting("idle-timeout", f"{MANAGER}/stream_idle_timeout", "20s"),
     "a route's own idle timeout": putting("idle-timeout", f"{GUARDED}/route/idle_timeout", "20s"),
-    "networks that are believed": putting("envoy-headers", f"{MANAGER}/internal_address_config", {}),
+    "networks that are believed": putting(
+        "envoy-headers", f"{MANAGER}/internal_address_config", {}
+    ),
     "forged marks": dropping("forged-marks", f"{MANAGER}/early_header_mutation_extensions"),
     "dots in paths": putting("path-spelling", f"{MANAGER}/normalize_path", value=False),
     "slashes in paths": dropping("path-spelling", f"{MANAGER}/merge_slashes"),
@@ -121,7 +138,9 @@ WRONG: dict[str, tuple[list[Edit], str, str]] = {  # the edits, the code, the pl
         f"{HOST}/response_headers_to_add",
         [{"header": {"key": "a", "value": "%DYNAMIC_METADATA(other:warning)%"}}],
     ),
-    "attributes of a route": putting("overrides", f"{PER_ROUTE}/request_attributes", ["source.address"]),
+    "attributes of a route": putting(
+        "overrides", f"{PER_ROUTE}/request_attributes", ["source.address"]
+    ),
     "behind the router": (
         [lambda document: find(document, f"{MANAGER}/http_filters").reverse()],
         "filter-order",
@@ -195,7 +214,11 @@ WRONG: dict[str, tuple[list[Edit], str, str]] = {  # the edits, the code, the pl
         "metadata",
         f"{FILTER}/metadata_options/receiving_namespaces/untyped",
     ),
-    "no such cluster": ([put(f"{CLUSTER}/name", "other")], "cluster", f"{FILTER}/grpc_service/envoy_grpc/cluster_name"),
+    "no such cluster": (
+        [put(f"{CLUSTER}/name", "other")],
+        "cluster",
+        f"{FILTER}/grpc_service/envoy_grpc/cluster_name",
+    ),
     "HTTP/1.1 to Loopguard": dropping("http2", f"{CLUSTER}/typed_extension_protocol_options"),
     "1,024 requests at a time": (
         [drop(f"{CLUSTER}/circuit_breakers")],
@@ -203,7 +226,12 @@ WRONG: dict[str, tuple[list[Edit], str, str]] = {  # the edits, the code, the pl
         f"{CLUSTER}/circuit_breakers/thresholds",
     ),
     "100 requests at a time": (
-        [put(f"{CLUSTER}/circuit_breakers", {"thresholds": [{"priority": "HIGH"}, {"max_requests": 100}]})],
+        [
+            put(
+                f"{CLUSTER}/circuit_breakers",
+                {"thresholds": [{"priority": "HIGH"}, {"max_requests": 100}]},
+            )
+        ],
         "circuit-breakers",
         f"{CLUSTER}/circuit_breakers/thresholds/1/max_requests",
     ),
@@ -211,13 +239,22 @@ WRONG: dict[str, tuple[list[Edit], str, str]] = {  # the edits, the code, the pl
         [
             put(
                 f"{HOST}/routes/1/typed_per_filter_config",
-                {NAME: {"@type": "x/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute", "overrides": {}}},
+                {
+                    NAME: {
+                        "@type": "x/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute",
+                        "overrides": {},
+                    }
+                },
             )
         ],
         "processing-mode",
         f"{PER_ROUTE.replace('routes/0', 'routes/1')}/processing_mode",
     ),
-    "no route is on": ([drop(f"{GUARDED}/typed_per_filter_config")], "nothing-guarded", f"{MANAGER}/http_filters/0"),
+    "no route is on": (
+        [drop(f"{GUARDED}/typed_per_filter_config")],
+        "nothing-guarded",
+        f"{MANAGER}/http_filters/0",
+    ),
     "no filter": dropping("nothing-guarded", f"{MANAGER}/http_filters"),
     "a typed struct": (
         [put(f"{FILTER}/disable_immediate_response", value=True), wrap_in_a_struct],
@@ -229,7 +266,9 @@ WRONG: dict[str, tuple[list[Edit], str, str]] = {  # the edits, the code, the pl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("edits", "code", "pointer"), WRONG.values(), ids=WRONG)
-def test_wrong_setting_is_one_finding_at_its_place(edits: list[Edit], code: str, pointer: str) -> None:
+def test_wrong_setting_is_one_finding_at_its_place(
+    edits: list[Edit], code: str, pointer: str
+) -> None:
     assert [item for item in found(edited(good(), *edits)) if item[2]] == [(code, pointer, True)]
 
 
@@ -242,10 +281,21 @@ NOTES: dict[str, tuple[list[Edit], list[str]]] = {
     ),
     "a limit that is not passed on": ([*PARTS, put(METADATA, [])], ["notes", "told-limit"]),
     "Envoy's own window": ([drop(f"{MANAGER}/http2_protocol_options")], ["http2-window"]),
-    "an address that clients can choose": ([drop(f"{MANAGER}/use_remote_address")], ["client-address"]),
-    "no networks, in an Envoy of unknown age": ([drop(f"{MANAGER}/internal_address_config")], ["envoy-headers"]),
+    "an address that clients can choose": (
+        [drop(f"{MANAGER}/use_remote_address")],
+        ["client-address"],
+    ),
+    "no networks, in an Envoy of unknown age": (
+        [drop(f"{MANAGER}/internal_address_config")],
+        ["envoy-headers"],
+    ),
     "networks that are set on purpose": (
-        [put(f"{MANAGER}/internal_address_config", {"cidr_ranges": [{"address_prefix": "10.0.0.0", "prefix_len": 8}]})],
+        [
+            put(
+                f"{MANAGER}/internal_address_config",
+                {"cidr_ranges": [{"address_prefix": "10.0.0.0", "prefix_len": 8}]},
+            )
+        ],
         ["envoy-headers"],
     ),
     "clients that wait": ([put(f"{MANAGER}/proxy_100_continue", value=True)], ["expect"]),
@@ -256,22 +306,40 @@ NOTES: dict[str, tuple[list[Edit], list[str]]] = {
         [*PARTS, RETRIES, put(f"{HOST}/per_request_buffer_limit_bytes", 0)],
         ["notes", "retries"],
     ),
-    "retries where the route keeps no parts": ([*PARTS, RETRIES, put(KEPT, 0)], ["notes", "retries"]),
+    "retries where the route keeps no parts": (
+        [*PARTS, RETRIES, put(KEPT, 0)],
+        ["notes", "retries"],
+    ),
     "a 413 that is not told": ([put(f"{MODE}/response_header_mode", "SKIP")], ["processing-mode"]),
     "deny, said": ([put(f"{FILTER}/failure_mode_allow", value=False)], ["failure-mode"]),
     "patience": ([put(f"{FILTER}/message_timeout", "35s")], ["message-timeout"]),
     "no addresses": ([put(f"{FILTER}/request_attributes", ["xds.route_name"])], ["attributes"]),
     "no health checks": ([drop(f"{CLUSTER}/health_checks")], ["health-checks"]),
     "looking on": ([*OBSERVING, put(f"{FILTER}/failure_mode_allow", value=True)], ["observing"]),
-    "an upload that its request's timeout ends": ([without_an_end, put(f"{MANAGER}/request_timeout", "60s")], []),
-    "an upload that silence ends": ([without_an_end, put(f"{MANAGER}/stream_idle_timeout", "300s")], []),
-    "an upload that the route's silence ends": ([without_an_end, put(f"{GUARDED}/route/idle_timeout", "300s")], []),
+    "an upload that its request's timeout ends": (
+        [without_an_end, put(f"{MANAGER}/request_timeout", "60s")],
+        [],
+    ),
+    "an upload that silence ends": (
+        [without_an_end, put(f"{MANAGER}/stream_idle_timeout", "300s")],
+        [],
+    ),
+    "an upload that the route's silence ends": (
+        [without_an_end, put(f"{GUARDED}/route/idle_timeout", "300s")],
+        [],
+    ),
     "an upload that its route ends": (
-        [without_an_end, put(f"{GUARDED}/route/max_stream_duration", {"max_stream_duration": "900s"})],
+        [
+            without_an_end,
+            put(f"{GUARDED}/route/max_stream_duration", {"max_stream_duration": "900s"}),
+        ],
         [],
     ),
     "an upload that its connection ends": (
-        [without_an_end, put(f"{MANAGER}/common_http_protocol_options", {"max_stream_duration": "900s"})],
+        [
+            without_an_end,
+            put(f"{MANAGER}/common_http_protocol_options", {"max_stream_duration": "900s"}),
+        ],
         [],
     ),
     "a route that raises the limit": (
@@ -286,7 +354,11 @@ def test_acceptable_setting_is_at_most_a_note(edits: list[Edit], notes: list[str
     assert sorted(codes(edited(good(), *edits))) == [f"({code})" for code in notes]
 
 
-JWT, PROCESSOR, LUA = "jwt_authn.v3.JwtAuthentication", "ext_proc.v3.ExternalProcessor", "lua.v3.Lua"
+JWT, PROCESSOR, LUA = (
+    "jwt_authn.v3.JwtAuthentication",
+    "ext_proc.v3.ExternalProcessor",
+    "lua.v3.Lua",
+)
 SCRIPT = 'function envoy_on_request(h) h:headers():replace("x-model", "large") end'
 CLAIMS = {"idp": {"issuer": "i", "clear_route_cache": True}}
 LATE: dict[str, tuple[list[Edit], bool]] = {  # edits, and whether that hurts
@@ -294,20 +366,40 @@ LATE: dict[str, tuple[list[Edit], bool]] = {  # edits, and whether that hurts
     "claims": ([older, add_filter(JWT, place=0, providers=CLAIMS)], True),
     "claims, whatever they are": ([add_filter(JWT, place=0, providers=CLAIMS)], False),
     "claims that come too late": ([add_filter(JWT, providers=CLAIMS)], True),
-    "claims that choose no route": ([older, add_filter(JWT, place=0, providers={"idp": {"issuer": "i"}})], False),
-    "claims where every route is guarded": (
-        [older, drop(f"{HOST}/routes/1"), put(f"{GUARDED}/match", {"prefix": "/"}), add_filter(JWT, place=0, providers=CLAIMS)],
+    "claims that choose no route": (
+        [older, add_filter(JWT, place=0, providers={"idp": {"issuer": "i"}})],
         False,
     ),
-    "authorisation": ([older, add_filter("ext_authz.v3.ExtAuthz", place=0, clear_route_cache=True)], True),
+    "claims where every route is guarded": (
+        [
+            older,
+            drop(f"{HOST}/routes/1"),
+            put(f"{GUARDED}/match", {"prefix": "/"}),
+            add_filter(JWT, place=0, providers=CLAIMS),
+        ],
+        False,
+    ),
+    "authorisation": (
+        [older, add_filter("ext_authz.v3.ExtAuthz", place=0, clear_route_cache=True)],
+        True,
+    ),
     "authorisation alone": ([older, add_filter("ext_authz.v3.ExtAuthz", place=0)], False),
-    "a script": ([older, add_filter(LUA, place=0, default_source_code={"inline_string": SCRIPT})], True),
-    "a script that may not": ([older, add_filter(LUA, place=0, inline_code=SCRIPT, clear_route_cache=False)], False),
+    "a script": (
+        [older, add_filter(LUA, place=0, default_source_code={"inline_string": SCRIPT})],
+        True,
+    ),
+    "a script that may not": (
+        [older, add_filter(LUA, place=0, inline_code=SCRIPT, clear_route_cache=False)],
+        False,
+    ),
     "a script that does so itself": (
         [older, add_filter(LUA, inline_code="h:clearRouteCache()", clear_route_cache=False)],
         True,
     ),
-    "a script for answers": ([older, add_filter(LUA, place=0, inline_code=SCRIPT.replace("request", "response"))], False),
+    "a script for answers": (
+        [older, add_filter(LUA, place=0, inline_code=SCRIPT.replace("request", "response"))],
+        False,
+    ),
     "the choice of a model": ([older, add_filter(PROCESSOR, place=0)], True),
     "the choice of a model, before": ([add_filter(PROCESSOR, place=0)], False),
     "a Loopguard beside it": (
@@ -318,11 +410,24 @@ LATE: dict[str, tuple[list[Edit], bool]] = {  # edits, and whether that hurts
         ],
         False,
     ),
-    "a processor that chooses nothing": ([older, add_filter(PROCESSOR, place=0, route_cache_action="RETAIN")], False),
-    "a processor that must not": ([older, add_filter(PROCESSOR, place=0, disable_clear_route_cache=True)], False),
-    "gRPC of JSON": ([older, add_filter("grpc_json_transcoder.v3.GrpcJsonTranscoder", place=0)], True),
+    "a processor that chooses nothing": (
+        [older, add_filter(PROCESSOR, place=0, route_cache_action="RETAIN")],
+        False,
+    ),
+    "a processor that must not": (
+        [older, add_filter(PROCESSOR, place=0, disable_clear_route_cache=True)],
+        False,
+    ),
+    "gRPC of JSON": (
+        [older, add_filter("grpc_json_transcoder.v3.GrpcJsonTranscoder", place=0)],
+        True,
+    ),
     "a filter that is off": (
-        [older, add_filter(JWT, place=0, providers=CLAIMS), put(f"{MANAGER}/http_filters/0/disabled", value=True)],
+        [
+            older,
+            add_filter(JWT, place=0, providers=CLAIMS),
+            put(f"{MANAGER}/http_filters/0/disabled", value=True),
+        ],
         False,
     ),
 }
@@ -336,12 +441,18 @@ def test_filter_that_may_change_the_route_is_found(edits: list[Edit], hurts: boo
     late = [item for item in report(document).findings if item.hurts]
 
     assert [item.code for item in late] == ["late-route"] * hurts
-    assert [(find(document, item.pointer)["name"], item.routes) for item in late] == [("it", ["guarded:/chat*"])] * hurts
-    assert all("it may choose another route: a request from 'unguarded'" in item.problem for item in late)
+    assert [(find(document, item.pointer)["name"], item.routes) for item in late] == [
+        ("it", ["guarded:/chat*"])
+    ] * hurts
+    assert all(
+        "it may choose another route: a request from 'unguarded'" in item.problem for item in late
+    )
 
 
 def test_late_route_of_an_unrouted_request_is_found() -> None:
-    document = edited(good(), older, add_filter(JWT, place=0, providers=CLAIMS), drop(f"{HOST}/routes/1"))
+    document = edited(
+        good(), older, add_filter(JWT, place=0, providers=CLAIMS), drop(f"{HOST}/routes/1")
+    )
 
     (late,) = (item for item in report(document).findings if item.hurts)
 
@@ -355,8 +466,14 @@ COST_SETTINGS: dict[str, tuple[list[Edit], list[tuple[str, str, bool]]]] = {
     "as printed": ([], []),
     "a log to another cluster": ([OTHER_LOG], [("outcomes", LOG, True)]),
     "no log": ([drop(LOG)], [("outcomes", LOG, True)]),
-    "off for events": ([put(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.sse_to_metadata", OFF)], []),
-    "off for JSON": ([put(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.json_to_metadata", OFF)], []),
+    "off for events": (
+        [put(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.sse_to_metadata", OFF)],
+        [],
+    ),
+    "off for JSON": (
+        [put(f"{GUARDED}/typed_per_filter_config/envoy.filters.http.json_to_metadata", OFF)],
+        [],
+    ),
     "no filter for events": ([drop(f"{MANAGER}/http_filters/1")], []),
 }
 
@@ -389,21 +506,34 @@ NO_TIME = drop(f"{FILTER}/max_message_timeout")
 
 def add_another_loopguard(document: Json) -> None:
     config = find(document, FILTER) | {"processing_mode": find(document, MODE)}
-    find(document, f"{MANAGER}/http_filters").insert(0, {"name": "loopguard-too", "typed_config": config})
+    find(document, f"{MANAGER}/http_filters").insert(
+        0, {"name": "loopguard-too", "typed_config": config}
+    )
 
 
 NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
     "claims that are not verified": (keyed("jwt:org"), [], ["jwt"]),
     "claims": (keyed("jwt:org"), [with_jwt(0, payload_in_metadata="claims")], []),
-    "claims that come too late": (keyed("jwt:org"), [with_jwt(1, payload_in_metadata="claims")], ["jwt"]),
+    "claims that come too late": (
+        keyed("jwt:org"),
+        [with_jwt(1, payload_in_metadata="claims")],
+        ["jwt"],
+    ),
     "claims that are not kept": (keyed("jwt:org"), [with_jwt(0)], ["jwt"]),
     "claims that stay in Envoy": (
         keyed("jwt:org"),
-        [with_jwt(0, payload_in_metadata="claims"), drop(f"{MANAGER}/http_filters/1/typed_config/metadata_options")],
+        [
+            with_jwt(0, payload_in_metadata="claims"),
+            drop(f"{MANAGER}/http_filters/1/typed_config/metadata_options"),
+        ],
         ["metadata", "jwt"],
     ),
     "claims, or else a credential": (keyed(FIRST), [], []),
-    "claims that come too late, or else a credential": (keyed(FIRST), [with_jwt(1, payload_in_metadata="claims")], ["jwt"]),
+    "claims that come too late, or else a credential": (
+        keyed(FIRST),
+        [with_jwt(1, payload_in_metadata="claims")],
+        ["jwt"],
+    ),
     "a token that is taken away": (keyed("credential"), [with_jwt(0)], ["caller-headers"]),
     "a token that stays": (keyed("credential"), [with_jwt(0, forward=True)], []),
     "a token that is no caller": (keyed("header:x"), [with_jwt(0)], []),
@@ -411,14 +541,30 @@ NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
         keyed("credential", "header:x"),
         [
             forwarding(
-                allowed_headers={"patterns": [{"exact": "Authorization"}, {"prefix": "x-"}, {"safe_regex": {"regex": "c.*"}}]}
+                allowed_headers={
+                    "patterns": [
+                        {"exact": "Authorization"},
+                        {"prefix": "x-"},
+                        {"safe_regex": {"regex": "c.*"}},
+                    ]
+                }
             )
         ],
         ["caller-headers"],
     ),
     "headers that are forwarded": (
         keyed("credential", "header:x"),
-        [forwarding(allowed_headers={"patterns": [{"suffix": "-key"}, {"contains": "auth"}, {"safe_regex": {"regex": "x"}}]})],
+        [
+            forwarding(
+                allowed_headers={
+                    "patterns": [
+                        {"suffix": "-key"},
+                        {"contains": "auth"},
+                        {"safe_regex": {"regex": "x"}},
+                    ]
+                }
+            )
+        ],
         [],
     ),
     "headers that are withheld": (
@@ -428,21 +574,51 @@ NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
     ),
     "other headers that are withheld": (
         keyed("header:x"),
-        [forwarding(disallowed_headers={"patterns": [{"exact": "cookie"}, {"safe_regex": {"regex": "("}}]})],
+        [
+            forwarding(
+                disallowed_headers={
+                    "patterns": [{"exact": "cookie"}, {"safe_regex": {"regex": "("}}]
+                }
+            )
+        ],
         [],
     ),
-    "an address": (keyed("ip:address"), [drop(f"{MANAGER}/use_remote_address")], ["client-address"]),
+    "an address": (
+        keyed("ip:address"),
+        [drop(f"{MANAGER}/use_remote_address")],
+        ["client-address"],
+    ),
     "no address": (keyed("header:x"), [drop(f"{MANAGER}/use_remote_address")], []),
-    "an address that is not told": (keyed("ip:address"), [put(f"{FILTER}/request_attributes", [])], ["attributes"]),
+    "an address that is not told": (
+        keyed("ip:address"),
+        [put(f"{FILTER}/request_attributes", [])],
+        ["attributes"],
+    ),
     "no throttle": (keyed("header:x"), [NO_TIME, put(f"{MANAGER}/request_timeout", "5s")], []),
     "no warning": (keyed("header:x"), [drop(f"{HOST}/response_headers_to_add")], []),
     "a throttle in shadow": (
-        bundle(policy("chat", {"pathPrefix": "/chat"}, action="throttle", mode="shadow", limit_keys=["header:x"])),
+        bundle(
+            policy(
+                "chat",
+                {"pathPrefix": "/chat"},
+                action="throttle",
+                mode="shadow",
+                limit_keys=["header:x"],
+            )
+        ),
         [NO_TIME],
         [],
     ),
     "a short throttle": (
-        bundle(policy("chat", {"pathPrefix": "/chat"}, action="throttle", max_delay_ms=500, limit_keys=["header:x"])),
+        bundle(
+            policy(
+                "chat",
+                {"pathPrefix": "/chat"},
+                action="throttle",
+                max_delay_ms=500,
+                limit_keys=["header:x"],
+            )
+        ),
         [put(f"{FILTER}/max_message_timeout", "2.5s")],
         [],
     ),
@@ -474,7 +650,9 @@ NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policies", "edits", "expected"), NEEDS.values(), ids=NEEDS)
-def test_policies_decide_which_settings_are_needed(policies: Json, edits: list[Edit], expected: list[str]) -> None:
+def test_policies_decide_which_settings_are_needed(
+    policies: Json, edits: list[Edit], expected: list[str]
+) -> None:
     assert [code for code in codes(edited(good(), *edits), policies) if code[0] != "("] == expected
 
 
@@ -485,7 +663,9 @@ def test_single_object_stands_for_a_list_of_one() -> None:
     document = edited(good(), put(LIMIT, 32_768))
     (document["static_resources"]["listeners"],) = document["static_resources"]["listeners"]
 
-    assert found(document) == [("buffer-limit", "/static_resources/listeners/per_connection_buffer_limit_bytes", True)]
+    assert found(document) == [
+        ("buffer-limit", "/static_resources/listeners/per_connection_buffer_limit_bytes", True)
+    ]
 
 
 def test_http3_bodies_are_limited_by_their_window() -> None:
@@ -497,7 +677,10 @@ def test_http3_bodies_are_limited_by_their_window() -> None:
     told = [item for item in report(edited(small, PARTS[0])).findings if item.code == "told-limit"]
 
     assert found(document) == []
-    assert (whole.code, whole.pointer.rpartition("/")[2]) == ("http2-window", "initial_stream_window_size")
+    assert (whole.code, whole.pointer.rpartition("/")[2]) == (
+        "http2-window",
+        "initial_stream_window_size",
+    )
     assert "an HTTP/3 body above 20,000 bytes gets a 413" in whole.problem
     assert ["above 20,000 bytes" in item.problem for item in told] == [True]
 
@@ -523,7 +706,12 @@ def test_filter_flag_names_a_filter_with_another_name() -> None:
     assert found(document, None, "--filter", NAME)[0][0] == "metadata"
 
 
-OFF_PER_ROUTE = {"config": {"@type": "x/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute", "disabled": True}}
+OFF_PER_ROUTE = {
+    "config": {
+        "@type": "x/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute",
+        "disabled": True,
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -539,7 +727,9 @@ OFF_PER_ROUTE = {"config": {"@type": "x/envoy.extensions.filters.http.ext_proc.v
     ],
 )
 def test_most_specific_setting_of_a_route_applies(levels: list[Json], guarded: bool) -> None:
-    places = [f"{place}/typed_per_filter_config" for place in (GUARDED, HOST, f"{MANAGER}/route_config")]
+    places = [
+        f"{place}/typed_per_filter_config" for place in (GUARDED, HOST, f"{MANAGER}/route_config")
+    ]
     edits = [
         put(place, {NAME: {"@type": FILTER_CONFIG, **said}})
         for place, said in zip(places, levels, strict=True)
@@ -557,7 +747,9 @@ def write_camel_case(value: Json, *, is_map: bool = False) -> Json:
         return value
     maps = {"typed_per_filter_config", "typed_extension_protocol_options"}
     return {
-        key if is_map else re.sub("_(.)", lambda found: found[1].upper(), key): write_camel_case(inner, is_map=key in maps)
+        key if is_map else re.sub("_(.)", lambda found: found[1].upper(), key): write_camel_case(
+            inner, is_map=key in maps
+        )
         for key, inner in value.items()
     }
 
@@ -565,16 +757,27 @@ def write_camel_case(value: Json, *, is_map: bool = False) -> Json:
 def test_fields_in_camel_case_are_read() -> None:
     document = write_camel_case(edited(good(), put(LIMIT, "65535")))
 
-    assert found(document) == [("buffer-limit", "/staticResources/listeners/0/perConnectionBufferLimitBytes", True)]
+    assert found(document) == [
+        ("buffer-limit", "/staticResources/listeners/0/perConnectionBufferLimitBytes", True)
+    ]
 
 
 def resources(document: Json) -> Json:
     manager = find(document, MANAGER)
     routes = manager.pop("route_config")
     manager["rds"] = {"route_config_name": routes["name"]}
-    listed = [("listener.v3.Listener", document["static_resources"]["listeners"][0]), ("route.v3.RouteConfiguration", routes)]
-    listed += [("cluster.v3.Cluster", cluster) for cluster in document["static_resources"]["clusters"]]
-    return {"resources": [{"@type": f"type.googleapis.com/envoy.config.{kind}", **item} for kind, item in listed]}
+    listed = [
+        ("listener.v3.Listener", document["static_resources"]["listeners"][0]),
+        ("route.v3.RouteConfiguration", routes),
+    ]
+    listed += [
+        ("cluster.v3.Cluster", cluster) for cluster in document["static_resources"]["clusters"]
+    ]
+    return {
+        "resources": [
+            {"@type": f"type.googleapis.com/envoy.config.{kind}", **item} for kind, item in listed
+        ]
+    }
 
 
 def test_xds_resources_are_read() -> None:
@@ -599,7 +802,13 @@ def test_filter_from_ecds_is_read() -> None:
 
 
 def walk(value: Json, pointer: str = "") -> Iterator[str]:
-    for step, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for step, inner in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         below = f"{pointer}/{step}"
         if "/" not in str(step):
             yield below
@@ -623,15 +832,32 @@ def test_any_value_anywhere_gives_a_report_or_error() -> None:
 # ---- What the command prints
 
 
-def test_output_has_routes_and_findings_with_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for line in bootstrap(CHAT).splitlines(keepends=True) if "max_message_timeout" not in line]
+def test_output_has_routes_and_findings_with_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        line
+        for line in bootstrap(CHAT).splitlines(keepends=True)
+        if "max_message_timeout" not in line
+    ]
     file = written(tmp_path / "envoy.yaml", "".join(lines).encode())
-    kind = next(number for number, line in enumerate(lines) if "filters.http.ext_proc.v3.ExternalProcessor" in line)
+    kind = next(
+        number
+        for number, line in enumerate(lines)
+        if "filters.http.ext_proc.v3.ExternalProcessor" in line
+    )
 
     run = Run(capsys, "check-envoy", file)
 
     assert run.code == 1
-    assert run.out.splitlines()[1].split() == ["guarded:/chat*", "path", "separated", "prefix", "/chat", "BUFFERED"]
+    assert run.out.splitlines()[1].split() == [
+        "guarded:/chat*",
+        "path",
+        "separated",
+        "prefix",
+        "/chat",
+        "BUFFERED",
+    ]
     assert f"message-timeout  {file}:{kind}: {FILTER}/max_message_timeout\n" in run.out
     assert "  right: max_message_timeout: 35s\n" in run.out
     assert run.out.endswith("1 of 2 routes guarded; findings: 1; notes: 0\n")
@@ -639,9 +865,15 @@ def test_output_has_routes_and_findings_with_lines(tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize(
     ("flags", "code"),
-    [([], 1), (["--ignore", "message-timeout"], 1), (["--ignore", "message-timeout", "--uploads", "2000000"], 0)],
+    [
+        ([], 1),
+        (["--ignore", "message-timeout"], 1),
+        (["--ignore", "message-timeout", "--uploads", "2000000"], 0),
+    ],
 )
-def test_findings_can_be_ignored(flags: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_can_be_ignored(
+    flags: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = written(tmp_path / "envoy.json", edited(good(), NO_TIME, put(LIMIT, 2_000_000)))
 
     assert Run(capsys, "check-envoy", file, *flags).code == code
@@ -660,10 +892,14 @@ def test_findings_can_be_ignored(flags: list[str], code: int, tmp_path: Path, ca
         ("admin: {}", ""),
     ],
 )
-def test_unreadable_file_is_a_one_line_error(text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_file_is_a_one_line_error(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(capsys, "check-envoy", written(tmp_path / "envoy.yaml", text.encode()))
 
-    assert (run.code, bool(run.out), run.err.count("\n")) == ((2, False, 1) if told else (1, True, 0))
+    assert (run.code, bool(run.out), run.err.count("\n")) == (
+        (2, False, 1) if told else (1, True, 0)
+    )
     assert told in run.err
 
 
@@ -677,22 +913,35 @@ def test_unreadable_file_is_a_one_line_error(text: str, told: str, tmp_path: Pat
         (["x", "--uploads", "10MiB"], "--uploads: must be a number from 0, not '10MiB'"),
         (
             ["x", "--ignore", "retries", "--ignore", "retry"],
-            "--ignore retry is neither a finding nor a request; known: alias, answers, attributes, ",
+            (
+                "--ignore retry is neither a finding nor a request; known: alias, answers, "
+                "attributes, "
+            ),
         ),
-        (["--probe", "example.com/a"], "--probe must be http(s)://HOST[:PORT][/PATH], not 'example.com/a'"),
+        (
+            ["--probe", "example.com/a"],
+            "--probe must be http(s)://HOST[:PORT][/PATH], not 'example.com/a'",
+        ),
         (["--probe", "http://a b/"], "--probe must be"),
         (["--probe", "http://a/", "-H", "x"], "-H must be 'NAME: VALUE', not 'x'"),
-        (["--probe", "http://a/", "--loopguard", "http://127.0.0.1:1"], "set --loopguard to a running server"),
+        (
+            ["--probe", "http://a/", "--loopguard", "http://127.0.0.1:1"],
+            "set --loopguard to a running server",
+        ),
     ],
 )
-def test_invalid_command_line_is_a_one_line_error(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_line_is_a_one_line_error(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(capsys, "check-envoy", *flags)
 
     assert (run.code, run.out) == (1 if "--loopguard" in flags else 2, "")
     assert told in run.complaint
 
 
-def test_yaml_anchors_and_merges_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_anchors_and_merges_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = yaml.safe_dump(edited(good(), drop(LIMIT)), sort_keys=False)
     file = written(
         tmp_path / "envoy.yaml",
@@ -706,16 +955,27 @@ def test_yaml_anchors_and_merges_are_read(tmp_path: Path, capsys: pytest.Capture
     assert (finding["code"], finding["pointer"], finding["line"]) == ("buffer-limit", LIMIT, 2)
 
 
-@pytest.mark.skipif(envoy_version() < (1, 36), reason="older Envoys say of more networks that they are internal")
+@pytest.mark.skipif(
+    envoy_version() < (1, 36), reason="older Envoys say of more networks that they are internal"
+)
 @pytest.mark.parametrize(("minor", "told"), [(35, ["envoy-headers"]), (36, [])])
 def test_version_of_a_running_envoy_is_used(minor: int, told: list[str]) -> None:
     static = edited(good(), drop(f"{MANAGER}/internal_address_config"))["static_resources"]
     build = {"version": {"major_number": 1, "minor_number": minor}}
     kind = "type.googleapis.com/envoy.admin.v3"
     dumped = [
-        {"@type": f"{kind}.BootstrapConfigDump", "bootstrap": {"node": {"user_agent_build_version": build}}},
-        {"@type": f"{kind}.ListenersConfigDump", "static_listeners": [{"listener": static["listeners"][0]}]},
-        {"@type": f"{kind}.ClustersConfigDump", "dynamic_active_clusters": [{"cluster": each} for each in static["clusters"]]},
+        {
+            "@type": f"{kind}.BootstrapConfigDump",
+            "bootstrap": {"node": {"user_agent_build_version": build}},
+        },
+        {
+            "@type": f"{kind}.ListenersConfigDump",
+            "static_listeners": [{"listener": static["listeners"][0]}],
+        },
+        {
+            "@type": f"{kind}.ClustersConfigDump",
+            "dynamic_active_clusters": [{"cluster": each} for each in static["clusters"]],
+        },
     ]
 
     assert codes({"configs": dumped}) == told
@@ -723,8 +983,15 @@ def test_version_of_a_running_envoy_is_used(minor: int, told: list[str]) -> None
 
 def test_help_lists_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, page = Run(capsys, "check-envoy", "--help").out.partition("\nfindings:\n")
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "extproc" / "cli" / "envoy_check").rglob("*.py")]
-    given = {code for text in sources for code in re.findall(r'(?:Finding|note)\(\s*"([a-z0-9-]+)"', text)}
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "extproc" / "cli" / "envoy_check").rglob("*.py")
+    ]
+    given = {
+        code
+        for text in sources
+        for code in re.findall(r'(?:Finding|note)\(\s*"([a-z0-9-]+)"', text)
+    }
 
     assert len(given) > 40
     assert re.findall(r"^  ([a-z0-9-]+) ", page, re.MULTILINE) == sorted(given)

@@ -20,7 +20,10 @@ from tests.support.chart import CHART
 from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, fits, written
 from tests.support.documents import bundle, policy
 
-pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.compiled]  # what explains is compiled
+pytestmark = [
+    pytest.mark.usefixtures("_no_settings"),
+    pytest.mark.compiled,
+]  # what explains is compiled
 
 
 # validate
@@ -30,7 +33,10 @@ pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.compiled]  # 
 def test_allowed_unenforced_parts_are_warnings(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    one = written(tmp_path / "one.json", bundle(WITH_RULES, kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]))
+    one = written(
+        tmp_path / "one.json",
+        bundle(WITH_RULES, kill_switches=[{"scope_key": "ip:asn", "scope_value": "64496"}]),
+    )
     two = written(tmp_path / "two.json", policy("q", {"pathExact": "/b"}))
     if way == "variable":
         monkeypatch.setenv("LOOPGUARD_ALLOW_UNENFORCED", "true")
@@ -48,14 +54,26 @@ def test_allowed_unenforced_parts_are_warnings(
     assert Run(capsys, "validate", "--strict", "--allow-unenforced", one).code == 2
 
 
-def test_validate_checks_namespaces_and_overlaps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_validate_checks_namespaces_and_overlaps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for name, prefix in (("a", "/"), ("b", "/b")):
-        (tmp_path / f"{name}.json").write_text(json.dumps(policy(f"{name}-p", {"pathPrefix": prefix}, limit_keys=["jwt:org"])))
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps(policy(f"{name}-p", {"pathPrefix": prefix}, limit_keys=["jwt:org"]))
+        )
     paths = [f"{tmp_path}/a.json", f"{tmp_path}/b.json"]
     named = f"a-p ({paths[0]}) and b-p ({paths[1]})"
     runs = [Run(capsys, "validate", *flags, *paths) for flags in ([], ["--strict"])]
     good = Run(capsys, "validate", "--namespace-of", f"{paths[1]}=path:/b", *paths)
-    bad = Run(capsys, "validate", "--namespace-of", f"{paths[0]}=path:/a", "--namespace-of", f"{paths[1]}=path:/b", *paths)
+    bad = Run(
+        capsys,
+        "validate",
+        "--namespace-of",
+        f"{paths[0]}=path:/a",
+        "--namespace-of",
+        f"{paths[1]}=path:/b",
+        *paths,
+    )
     misspelt = Run(capsys, "validate", "--namespace-of", "teams/b=path:/b", *paths)
 
     assert [(run.code, named in run.err) for run in runs] == [(0, False), (0, True)]
@@ -63,10 +81,19 @@ def test_validate_checks_namespaces_and_overlaps(capsys: pytest.CaptureFixture[s
     assert f"{paths[0]}: /spec/selector: must name a path, and only paths below /a" in bad.err
 
 
-def test_validate_notes_the_meaning_of_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    silent = [policy(name, {"pathExact": "/b"}, limit_keys=["jwt:org_id"]) for name in ("q", "r", "s")]
-    told = [policy(name, {"pathExact": "/b"}, limit_keys=["jwt:a"], missing_descriptor=name) for name in ("share", "skip")]
-    always = policy("t", {"pathExact": "/b"}, limit_keys=["header:Host", "jwt:org_id", "ip:address"])
+def test_validate_notes_the_meaning_of_defaults(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    silent = [
+        policy(name, {"pathExact": "/b"}, limit_keys=["jwt:org_id"]) for name in ("q", "r", "s")
+    ]
+    told = [
+        policy(name, {"pathExact": "/b"}, limit_keys=["jwt:a"], missing_descriptor=name)
+        for name in ("share", "skip")
+    ]
+    always = policy(
+        "t", {"pathExact": "/b"}, limit_keys=["header:Host", "jwt:org_id", "ip:address"]
+    )
     moot = policy("u", {"pathExact": "/b"}, limit_keys=["ip:address"])
     file = written(tmp_path / "p.json", bundle(*silent, *told, always, moot))
 
@@ -77,15 +104,23 @@ def test_validate_notes_the_meaning_of_defaults(capsys: pytest.CaptureFixture[st
     shared = "with share, they share one count"
     alone = "so requests without the other limit keys are counted by that alone"
     assert run.err.splitlines() == [
-        f"note: {file}: /policies/0/spec: missing_descriptor is not set: {uncounted}; {shared} (and 2 more)",
-        f"note: {file}: /policies/5/spec/limit_keys: every request has header:host and ip:address, {alone}",
+        (
+            f"note: {file}: /policies/0/spec: missing_descriptor is not set: {uncounted}; {shared} "
+            "(and 2 more)"
+        ),
+        (
+            f"note: {file}: /policies/5/spec/limit_keys: every request has header:host and "
+            f"ip:address, {alone}"
+        ),
     ]
 
 
 # explain
 
 
-def explain(capsys: pytest.CaptureFixture[str], folder: Path, document: object, *flags: str) -> list[dict[str, str]]:
+def explain(
+    capsys: pytest.CaptureFixture[str], folder: Path, document: object, *flags: str
+) -> list[dict[str, str]]:
     """The rows of each block that explain prints; a line without a name belongs to the row above."""
     run = Run(capsys, "explain", "--policy", written(folder / "explained.json", document), *flags)
     assert run.code == 0, run.err
@@ -99,7 +134,9 @@ def explain(capsys: pytest.CaptureFixture[str], folder: Path, document: object, 
     return blocks
 
 
-def test_explain_shows_composite_and_fingerprint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_explain_shows_composite_and_fingerprint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     body = '{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
     flags = [
         "--claim",
@@ -113,23 +150,40 @@ def test_explain_shows_composite_and_fingerprint(capsys: pytest.CaptureFixture[s
 
     (found,) = explain(capsys, tmp_path, GOOD, *flags)
 
-    composite = f"POST|/v1/chat/completions||{crc32(body.encode()):08x}|org_id=org-abc|user_id=user-1"
+    composite = (
+        f"POST|/v1/chat/completions||{crc32(body.encode()):08x}|org_id=org-abc|user_id=user-1"
+    )
     fingerprint = f"{crc32(composite.encode()):08x}"
-    assert (found["policy"], found["composite"], found["fingerprint"]) == ("p (enforce)", composite, fingerprint)
-    assert re.fullmatch(rf"loop:p:default:sliding_ttl::{found['tenant']}:{fingerprint}[0-9a-f]{{16}}", found["key"])
-    assert found["decision"] == "allow 2 identical requests, then reject with 429 (Retry-After: 60); window sliding_ttl, 60 s"
+    assert (found["policy"], found["composite"], found["fingerprint"]) == (
+        "p (enforce)",
+        composite,
+        fingerprint,
+    )
+    assert re.fullmatch(
+        rf"loop:p:default:sliding_ttl::{found['tenant']}:{fingerprint}[0-9a-f]{{16}}", found["key"]
+    )
+    assert found["decision"] == (
+        "allow 2 identical requests, then reject with 429 (Retry-After: 60); window "
+        "sliding_ttl, 60 s"
+    )
 
 
-def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_explain_reads_a_body_from_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     body = b"\xff\r\n"
     file = written(tmp_path / "body", body)
 
-    (found,) = explain(capsys, tmp_path, GOOD, "--claim", "org_id=o", "-d", f"@{file}", "h/v1/chat/completions")
+    (found,) = explain(
+        capsys, tmp_path, GOOD, "--claim", "org_id=o", "-d", f"@{file}", "h/v1/chat/completions"
+    )
 
     assert found["composite"] == f"POST|/v1/chat/completions||{crc32(body):08x}|org_id=o"
 
 
-TOKEN = "authorization: Bearer e30." + urlsafe_b64encode(b'{"org_id": "o"}').decode().rstrip("=") + ".x"
+TOKEN = (
+    "authorization: Bearer e30." + urlsafe_b64encode(b'{"org_id": "o"}').decode().rstrip("=") + ".x"
+)
 
 
 @pytest.mark.parametrize(
@@ -138,17 +192,42 @@ TOKEN = "authorization: Bearer e30." + urlsafe_b64encode(b'{"org_id": "o"}').dec
         ("jwt:org_id", [], "h/a", "GET|/a||00000000"),
         ("jwt:org_id", ["-H", TOKEN], "h/a", "GET|/a||00000000"),
         ("jwt:org_id", ["-H", TOKEN, "--allow-unverified-jwt"], "h/a", "GET|/a||00000000|org_id=o"),
-        ("header:x-user", ["-H", "X-User:  ann ", "-H", "x-user: bob"], "h/a", "GET|/a||00000000|x-user=ann"),
-        ("header:host", ["-H", "Host: other:1"], "http://u@h:80/a", "GET|/a||00000000|host=other:1"),
+        (
+            "header:x-user",
+            ["-H", "X-User:  ann ", "-H", "x-user: bob"],
+            "h/a",
+            "GET|/a||00000000|x-user=ann",
+        ),
+        (
+            "header:host",
+            ["-H", "Host: other:1"],
+            "http://u@h:80/a",
+            "GET|/a||00000000|host=other:1",
+        ),
         ("header:host", [], "http://u@h:80/a", "GET|/a||00000000|host=h:80"),
-        ("query:q", ["-X", "PUT"], "http://h/a?z=1&q=a+b%7C&q=2#f", "PUT|/a|q=2&q=a b%7C&z=1|00000000|q=a b%7C"),
+        (
+            "query:q",
+            ["-X", "PUT"],
+            "http://h/a?z=1&q=a+b%7C&q=2#f",
+            "PUT|/a|q=2&q=a b%7C&z=1|00000000|q=a b%7C",
+        ),
         ("ip:address", ["--address", "2001:db8::1"], "h/a", "GET|/a||00000000|address=2001:db8::1"),
         ("ip:address", ["-d", "", "-X", "DELETE"], "/a", "DELETE|/a||00000000|address=127.0.0.1"),
-        ("ip:address", ["-d", "x"], "h/a\udcff", f"POST|/a\\udcff||{crc32(b'x'):08x}|address=127.0.0.1"),
+        (
+            "ip:address",
+            ["-d", "x"],
+            "h/a\udcff",
+            f"POST|/a\\udcff||{crc32(b'x'):08x}|address=127.0.0.1",
+        ),
     ],
 )
 def test_explain_takes_requests_like_curl(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, limit_key: str, flags: list[str], url: str, composite: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    limit_key: str,
+    flags: list[str],
+    url: str,
+    composite: str,
 ) -> None:
     document = policy("p", {"pathPrefix": "/"}, limit_keys=[limit_key], missing_descriptor="share")
 
@@ -175,7 +254,10 @@ LOOPS: dict[str, dict[str, object]] = {
 
 def looking(*names: str, **more: object) -> dict[str, Any]:
     made = policy("p", ANY)
-    made["spec"] |= {"loop_detection": [made["spec"]["loop_detection"] | LOOPS[name] for name in names], **more}
+    made["spec"] |= {
+        "loop_detection": [made["spec"]["loop_detection"] | LOOPS[name] for name in names],
+        **more,
+    }
     return made
 
 
@@ -186,8 +268,17 @@ def anywhere(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # any field of a p
 def called(times: int) -> str:
     """A conversation in which a tool was called this many times, with the same argument and result."""
     call = {"id": "c", "function": {"name": "read_file", "arguments": '{"b": 1.0, "a": "X"}'}}
-    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "No such file"}]
-    return json.dumps({"user": "ann", "model": "m", "messages": [{"role": "user", "content": "Go  ON"}, *turn * times]})
+    turn = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "No such file"},
+    ]
+    return json.dumps(
+        {
+            "user": "ann",
+            "model": "m",
+            "messages": [{"role": "user", "content": "Go  ON"}, *turn * times],
+        }
+    )
 
 
 CALL = 'read_file | {"a":"X","b":1}'
@@ -196,12 +287,23 @@ CHAT = "h/v1/chat/completions"
 
 def steered(turns: int, result: str | None = "pending") -> list[str]:
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
-    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": result}]
-    return ["-d", json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * turns]}), CHAT]
+    turn = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": result},
+    ]
+    return [
+        "-d",
+        json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * turns]}),
+        CHAT,
+    ]
 
 
 STEER: dict[str, Any] = {"similarity": "turns", "action": "steer"}
-RAMPED: dict[str, Any] = {"enforce_percent": 25, "limit_keys": ["ip:address"], "ramp_by": ["header:x-user"]}
+RAMPED: dict[str, Any] = {
+    "enforce_percent": 25,
+    "limit_keys": ["ip:address"],
+    "ramp_by": ["header:x-user"],
+}
 RAMP_OUT = "out, so in shadow mode: "
 POSTS = {"pathPrefix": "/v1/", "methods": ["POST"]}
 NO_CLAIM = "jwt:org_id: no claim of that name was verified; give --claim org_id=VALUE"
@@ -210,16 +312,35 @@ BODILESS = [anywhere(), anywhere(body="ignore") | {"id": "i"}]
 Rows = dict[str, str | None]
 UNKNOWN_BODY: Rows = {"composite": "…|/a||00000000"}
 STAGES = [{"threshold_percent": 80, "action": "warn"}, *REJECT]
-PLAN = limited(rule("cost_based", "a", more={"match": {"header:x-plan": "free"}}, budget=9, period="1d", staged_actions=STAGES))
+PLAN = limited(
+    rule(
+        "cost_based",
+        "a",
+        more={"match": {"header:x-plan": "free"}},
+        budget=9,
+        period="1d",
+        staged_actions=STAGES,
+    )
+)
 KEYED_BODY = looking("exact", "tail", limit_keys=["body:/user", "body:/metadata/n"])
-FORGED = {"user": "ann\nfingerprint  00000000", "metadata": {"n": 7}, "messages": [{"role": "user", "content": "a\nb"}]}
+FORGED = {
+    "user": "ann\nfingerprint  00000000",
+    "metadata": {"n": 7},
+    "messages": [{"role": "user", "content": "a\nb"}],
+}
 NOTHING = "allow: no call of the last turn, or fewer calls than any threshold"
 CALLED_TWICE = "allow below 3 identical calls, then reject with 429; read_file: 2 of 2 calls"
 CALLED_THRICE = "reject with 429; read_file: 3 of 3 calls"
 THEN = "allow 2 identical requests, then "
-EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flags, and some of the rows of each block
+EXPLAINED: dict[
+    str, tuple[object, list[str], list[Rows]]
+] = {  # policies, flags, and some of the rows of each block
     "warn": (anywhere(action="warn"), ["h/"], [{"decision": f"{THEN}warn; …", "key": "loop:…"}]),
-    "throttle": (anywhere(action="throttle"), ["h/"], [{"decision": f"{THEN}throttle (hold 300 ms at first); …"}]),
+    "throttle": (
+        anywhere(action="throttle"),
+        ["h/"],
+        [{"decision": f"{THEN}throttle (hold 300 ms at first); …"}],
+    ),
     "another status": (
         anywhere(cooldown_seconds=90, reject_status=503),
         ["h/"],
@@ -228,7 +349,13 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
     "an answer": (
         anywhere(refuse_as="completion"),
         ["h/"],
-        [{"decision": f"{THEN}reject with an answer of the API, or if that is unknown with 429 (R…"}],
+        [
+            {
+                "decision": (
+                    f"{THEN}reject with an answer of the API, or if that is unknown with 429 (R…"
+                )
+            }
+        ],
     ),
     "a status by client": (
         anywhere(reject_status="auto"),
@@ -238,20 +365,43 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
     "shadow": (
         anywhere(mode="shadow", window_type="fixed"),
         ["h/"],
-        [{"decision": "…then report: would reject with 429 (Retry-After: 60); window fixed, 60 s", "key": "shadow:loop:…"}],
+        [
+            {
+                "decision": (
+                    "…then report: would reject with 429 (Retry-After: 60); window fixed, 60 s"
+                ),
+                "key": "shadow:loop:…",
+            }
+        ],
     ),
     "a note": (
         anywhere(**STEER),
         steered(3),
-        [{"note": "Loop detected: 3 of the last 3 turns were f with the same input and the same result.…", "unsteered": None}],
+        [
+            {
+                "note": (
+                    "Loop detected: 3 of the last 3 turns were f with the same input and the "
+                    "same result.…"
+                ),
+                "unsteered": None,
+            }
+        ],
     ),
     "no place for a note": (
         anywhere(**STEER),
         steered(3, None),
         [{"note": None, "unsteered": "let through with a warning: no_result…"}],
     ),
-    "no turn": (anywhere(**STEER), steered(0), [{"decision": "allow…", "note": None, "unsteered": None}]),
-    "no loop yet": (anywhere(**STEER), steered(2), [{"decision": "allow…", "note": None, "unsteered": None}]),
+    "no turn": (
+        anywhere(**STEER),
+        steered(0),
+        [{"decision": "allow…", "note": None, "unsteered": None}],
+    ),
+    "no loop yet": (
+        anywhere(**STEER),
+        steered(2),
+        [{"decision": "allow…", "note": None, "unsteered": None}],
+    ),
     "a permitted tool": (
         anywhere(**STEER, tools={"f": {"allow": True}}),
         steered(3),
@@ -268,7 +418,10 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
         [
             {
                 "policy": "p (enforce)",
-                "ramp": "in: place 4 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
+                "ramp": (
+                    "in: place 4 of 100 by header:x-user (seed p); the policy acts on places "
+                    "1 to 25"
+                ),
                 "missing": None,
                 "key": "loop:p:…",
             }
@@ -285,7 +438,10 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
         [
             {
                 "policy": "p (shadow)",
-                "ramp": f"{RAMP_OUT}place 29 of 100 by header:x-user (seed p); the policy acts on places 1 to 25",
+                "ramp": (
+                    f"{RAMP_OUT}place 29 of 100 by header:x-user (seed p); the policy acts on "
+                    "places 1 to 25"
+                ),
                 "key": "shadow:loop:p:…",
             }
         ],
@@ -293,20 +449,40 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
     "out of a share by no name": (
         anywhere(**RAMPED),
         ["h/a"],
-        [{"policy": "p (shadow)", "ramp": f"{RAMP_OUT}the request has no header:x-user", "missing": "header:x-user"}],
+        [
+            {
+                "policy": "p (shadow)",
+                "ramp": f"{RAMP_OUT}the request has no header:x-user",
+                "missing": "header:x-user",
+            }
+        ],
     ),
     "no claim": (
         [anywhere(limit_keys=["jwt:org_id"], missing_descriptor="skip")],
         ["h/a"],
-        [{"policy": "p", "missing": NO_CLAIM, "uncounted": "missing_descriptor", "composite": None}],
+        [
+            {
+                "policy": "p",
+                "missing": NO_CLAIM,
+                "uncounted": "missing_descriptor",
+                "composite": None,
+            }
+        ],
     ),
-    "no key": (ORG_OR_USER, ["h/a"], [{"missing": f"{NO_CLAIM}\nheader:x-user", "composite": None, "uncounted": "…"}]),
+    "no key": (
+        ORG_OR_USER,
+        ["h/a"],
+        [{"missing": f"{NO_CLAIM}\nheader:x-user", "composite": None, "uncounted": "…"}],
+    ),
     "a token that is not verified": (
         ORG_OR_USER,
         ["-H", TOKEN, "h/a"],
         [
             {
-                "missing": "jwt:org_id: authorization: Bearer is given, but not verified; see --claim…\nheader:x-user",
+                "missing": (
+                    "jwt:org_id: authorization: Bearer is given, but not verified; see "
+                    "--claim…\nheader:x-user"
+                ),
                 "composite": None,
             }
         ],
@@ -331,7 +507,11 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
         ["-H", "connection: upgrade", "-H", "Upgrade: websocket", "h/a"],
         [{"uncounted": "upgrade", "composite": None}, UNKNOWN_BODY],
     ),
-    "CONNECT": (BODILESS, ["-X", "CONNECT", "h/a"], [{"uncounted": "connect", "composite": None}, UNKNOWN_BODY]),
+    "CONNECT": (
+        BODILESS,
+        ["-X", "CONNECT", "h/a"],
+        [{"uncounted": "connect", "composite": None}, UNKNOWN_BODY],
+    ),
     "a websocket for model calls": (
         [policy("p", POSTS), policy("s", POSTS, body="ignore", mode="shadow")],
         ["-H", "Upgrade: websocket", "h/v1/responses"],
@@ -363,9 +543,21 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
         [{"decision": NOTHING, "compared": NO_CALLS}] * 2,
     ),
     "the hold of a loop of calls": (
-        anywhere(cooldown_seconds=9, similarity="tool_calls", action="throttle", threshold_identical_requests=4),
+        anywhere(
+            cooldown_seconds=9,
+            similarity="tool_calls",
+            action="throttle",
+            threshold_identical_requests=4,
+        ),
         ["-d", called(3), "h/v1"],
-        [{"decision": "allow below 4 identical calls, then throttle (hold 400 ms at first); read_file: 3 of 3 calls"}],
+        [
+            {
+                "decision": (
+                    "allow below 4 identical calls, then throttle (hold 400 ms at first); "
+                    "read_file: 3 of 3 calls"
+                )
+            }
+        ],
     ),
     "a session": (
         anywhere(similarity="turns", session={}),
@@ -382,7 +574,11 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
         ["-d", called(1), "h/v1"],
         [{"ring": None, "decision": "allow: the newest turn is not part of a loop"}],
     ),
-    "no rule": (PLAN, ["http://h/"], [{"rule": "a: its match does not hold", "decision": "allow: no rule applies"}]),
+    "no rule": (
+        PLAN,
+        ["http://h/"],
+        [{"rule": "a: its match does not hold", "decision": "allow: no rule applies"}],
+    ),
     "a rule without its key": (
         PLAN,
         ["-H", "x-plan: free", "http://h/"],
@@ -393,7 +589,11 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
         ["-H", "x-plan: free", "-H", "x-api-key: k", "http://h/"],
         [{"budget": "a: 9 in a day", "stage": "warn from 80 % on"}],
     ),
-    "a single detector that compares bytes": (anywhere(), ["-d", called(0), "h/v1"], [{"detector": None}]),
+    "a single detector that compares bytes": (
+        anywhere(),
+        ["-d", called(0), "h/v1"],
+        [{"detector": None}],
+    ),
     "a single detector that looks": (
         anywhere(similarity="tail"),
         ["-d", called(0), "h/v1"],
@@ -417,7 +617,10 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
         ["-d", json.dumps(FORGED), "h/v1"],
         [
             {"composite": r"…|/metadata/n=7|/user=ann\nfingerprint  00000000"},
-            {"composite": r"…|/metadata/n=7|/user=ann\nfingerprint  00000000", "compared": "model | \nuser | text | a b"},
+            {
+                "composite": r"…|/metadata/n=7|/user=ann\nfingerprint  00000000",
+                "compared": "model | \nuser | text | a b",
+            },
         ],
     ),
     "a body that is not JSON": (
@@ -430,12 +633,18 @@ EXPLAINED: dict[str, tuple[object, list[str], list[Rows]]] = {  # policies, flag
 
 @pytest.mark.parametrize(("document", "flags", "expected"), EXPLAINED.values(), ids=EXPLAINED)
 def test_explain_shows_the_decision_and_why(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, document: object, flags: list[str], expected: list[Rows]
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    document: object,
+    flags: list[str],
+    expected: list[Rows],
 ) -> None:
     blocks = explain(capsys, tmp_path, document, *flags)
 
     for rows, wanted in zip(blocks, expected, strict=True):
-        assert {name: fits(rows.get(name), text) for name, text in wanted.items()} == dict.fromkeys(wanted, True), rows
+        assert {name: fits(rows.get(name), text) for name, text in wanted.items()} == dict.fromkeys(
+            wanted, True
+        ), rows
 
 
 def test_explain_says_that_no_policy_matches(capsys: pytest.CaptureFixture[str], good: str) -> None:
@@ -445,7 +654,9 @@ def test_explain_says_that_no_policy_matches(capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_explain_shows_what_each_detector_compares(capsys: pytest.CaptureFixture[str], tmp_path: Path, times: int) -> None:
+def test_explain_shows_what_each_detector_compares(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, times: int
+) -> None:
     body = called(times)
 
     found = explain(capsys, tmp_path, looking(*LOOPS), "-d", body, "h/v1")
@@ -477,12 +688,18 @@ def test_explain_shows_what_each_detector_compares(capsys: pytest.CaptureFixture
 def test_explain_says_why_a_detector_does_not_count(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], reasons: list[str]
 ) -> None:
-    more: dict[str, Any] = {"limit_keys": ["body:/user"], "missing_descriptor": "share", "bypass": [{"header": "x-health"}]}
+    more: dict[str, Any] = {
+        "limit_keys": ["body:/user"],
+        "missing_descriptor": "share",
+        "bypass": [{"header": "x-health"}],
+    }
 
     found = explain(capsys, tmp_path, looking(*LOOPS, **more), *flags, "h/v1")
 
     assert [rows["uncounted"] for rows in found if "uncounted" in rows] == reasons
-    assert sum("decision" in rows for rows in found) == (0 if reasons == ["bypass"] else len(LOOPS) - len(reasons))
+    assert sum("decision" in rows for rows in found) == (
+        0 if reasons == ["bypass"] else len(LOOPS) - len(reasons)
+    )
 
 
 # init, schema, healthcheck, help
@@ -493,8 +710,19 @@ def exact(threshold: int, seconds: int, action: str) -> list[dict[str, Any]]:
     return [{"threshold_identical_requests": threshold, "action": action, **window}]
 
 
-TURNS = {"name": "turns", "similarity": "turns", "threshold_identical_requests": 3, "weak_threshold": 14, "action": "steer"}
-AGAIN = {"name": "again", "similarity": "prompt", "escalate": {"reject": 20}, **exact(5, 60, "throttle")[0]}
+TURNS = {
+    "name": "turns",
+    "similarity": "turns",
+    "threshold_identical_requests": 3,
+    "weak_threshold": 14,
+    "action": "steer",
+}
+AGAIN = {
+    "name": "again",
+    "similarity": "prompt",
+    "escalate": {"reject": 20},
+    **exact(5, 60, "throttle")[0],
+}
 PRESETS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "agents": ("enforce", [{**TURNS, "escalate": {"land": 5, "reject": 7}}, AGAIN]),
     "interactive": ("enforce", exact(3, 5, "throttle")),
@@ -505,9 +733,13 @@ PRESETS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_init_prints_each_preset_with_its_description(capsys: pytest.CaptureFixture[str], tmp_path: Path, preset: str) -> None:
+def test_init_prints_each_preset_with_its_description(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, preset: str
+) -> None:
     made = Run(capsys, "init", "--preset", preset)
-    checked = Run(capsys, "validate", "--strict", written(tmp_path / "policy.json", made.out.encode()))
+    checked = Run(
+        capsys, "validate", "--strict", written(tmp_path / "policy.json", made.out.encode())
+    )
 
     assert (made.code, made.err, checked.code, checked.err) == (0, "", 0, "")
     document = json.loads(made.out)
@@ -519,19 +751,26 @@ def test_init_prints_each_preset_with_its_description(capsys: pytest.CaptureFixt
     mode, expected = PRESETS[preset]
     assert (document["id"], document["spec"]["mode"]) == (preset, mode)
     assert (loops if isinstance(loops, list) else [loops]) == expected
-    assert f" {preset} {document['description']} " in re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)
+    assert f" {preset} {document['description']} " in re.sub(
+        r"\s+", " ", Run(capsys, "init", "--help").out
+    )
 
 
 def test_init_prints_agents_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     refused = Run(capsys, "init", "--preset", "agent")
 
     assert Run(capsys, "init").out == Run(capsys, "init", "--preset", "agents").out
-    assert (refused.code, "'agents', 'interactive', 'agentic', 'webhook', 'canary'" in refused.err) == (2, True)
+    assert (
+        refused.code,
+        "'agents', 'interactive', 'agentic', 'webhook', 'canary'" in refused.err,
+    ) == (2, True)
 
 
 def test_init_prints_session_limits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     made = Run(capsys, "init", "--preset", "sessions")
-    checked = Run(capsys, "validate", "--strict", written(tmp_path / "sessions.json", made.out.encode()))
+    checked = Run(
+        capsys, "validate", "--strict", written(tmp_path / "sessions.json", made.out.encode())
+    )
 
     assert (made.code, made.err, checked.code) == (0, "", 0)
     assert json.loads(made.out)["spec"]["session_limits"] == {
@@ -552,7 +791,9 @@ def test_schema_prints_only_the_schema(capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(run.out) == make_schema()
 
 
-def test_healthcheck_without_server_fails(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_healthcheck_without_server_fails(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run = Run(capfd, "healthcheck", "--address", f"unix:{tmp_path}/none.sock", "--timeout", "5")
 
     assert (run.code, run.out) == (1, "")
@@ -564,16 +805,25 @@ def test_version_says_how_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert run.code == 0
     assert re.fullmatch(
-        rf"loopguard {re.escape(metadata.version('extproc-loopguard'))} \((compiled|pure Python; .*)\)\n", run.out
+        (
+            rf"loopguard {re.escape(metadata.version('extproc-loopguard'))} \((compiled|pure "
+            r"Python; "
+            r".*)\)\n"
+        ),
+        run.out,
     )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_help_of_every_command_has_examples(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     run = Run(capsys, command, "--help")
 
     assert run.code == 0
-    assert re.search(rf"^examples:\n  (LOOPGUARD_\S+ )?loopguard {command}\b", run.out, re.MULTILINE)
+    assert re.search(
+        rf"^examples:\n  (LOOPGUARD_\S+ )?loopguard {command}\b", run.out, re.MULTILINE
+    )
     assert re.search(rf"^    {command}(?:  +\S|$)", Run(capsys, "--help").out, re.MULTILINE)
 
 
@@ -584,28 +834,73 @@ def test_help_of_every_command_has_examples(capsys: pytest.CaptureFixture[str], 
     ("arguments", "line"),
     [
         (["sreve"], "argument COMMAND: invalid choice: 'sreve' (choose from …"),
-        (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
-        (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),
-        (["serve", "--policy", "GOOD", "--admin", "unix:/x"], "--admin must be HOST:PORT, not 'unix:/x'"),
+        (
+            ["serve", "--policy"],
+            "argument --policy: expected one argument; see 'loopguard serve --help'",
+        ),
+        (
+            ["serve", "--policy", "GOOD", "--listen", "here"],
+            "--listen must be HOST:PORT or unix:/PATH, not 'here'",
+        ),
+        (
+            ["serve", "--policy", "GOOD", "--admin", "unix:/x"],
+            "--admin must be HOST:PORT, not 'unix:/x'",
+        ),
         (["serve", "--policy", "GOOD", "--store", "mongodb://h"], "unknown store mongodb…"),
-        (["serve", "--policy", "GOOD", "--store", "memory://?max_entries=0"], "cannot use store 'memory://?max_entries=0': …"),
-        (["serve", "--policy", "GOOD", "--max-streams", "0"], "--max-streams must be a positive integer, not '0'"),
-        (["serve", "--policy", "GOOD", "--colour"], "unrecognized arguments: --colour; see 'loopguard serve --help'"),
+        (
+            ["serve", "--policy", "GOOD", "--store", "memory://?max_entries=0"],
+            "cannot use store 'memory://?max_entries=0': …",
+        ),
+        (
+            ["serve", "--policy", "GOOD", "--max-streams", "0"],
+            "--max-streams must be a positive integer, not '0'",
+        ),
+        (
+            ["serve", "--policy", "GOOD", "--colour"],
+            "unrecognized arguments: --colour; see 'loopguard serve --help'",
+        ),
         (["schema", "x"], "unrecognized arguments: x; see 'loopguard schema --help'"),
-        (["grant", "--fingerprint", "aa"], "unrecognized arguments: --fingerprint aa; see 'loopguard grant --help'"),
+        (
+            ["grant", "--fingerprint", "aa"],
+            "unrecognized arguments: --fingerprint aa; see 'loopguard grant --help'",
+        ),
         (["serve", "GOOD"], "unrecognized arguments: …"),
-        (["serve", "--policy", ""], "a policy path is empty; give a policy file or a directory of them"),
+        (
+            ["serve", "--policy", ""],
+            "a policy path is empty; give a policy file or a directory of them",
+        ),
         (["validate", ""], "a policy path is empty; …"),
         (["explain", "--policy", "", "h/"], "a policy path is empty; …"),
         (["envoy-config", "--policy", "", "--upstream", "h:1"], "a policy path is empty; …"),
-        (["validate"], "the following arguments are required: PATH; see 'loopguard validate --help'"),
-        (["explain", "h/"], "the following arguments are required: --policy; see 'loopguard explain --help'"),
-        (["explain", "--policy", "GOOD"], "the following arguments are required: URL; see 'loopguard explain --help'"),
-        (["explain", "--policy", "GOOD", "-H", "novalue", "h/"], "-H must be 'NAME: VALUE', not 'novalue'"),
+        (
+            ["validate"],
+            "the following arguments are required: PATH; see 'loopguard validate --help'",
+        ),
+        (
+            ["explain", "h/"],
+            "the following arguments are required: --policy; see 'loopguard explain --help'",
+        ),
+        (
+            ["explain", "--policy", "GOOD"],
+            "the following arguments are required: URL; see 'loopguard explain --help'",
+        ),
+        (
+            ["explain", "--policy", "GOOD", "-H", "novalue", "h/"],
+            "-H must be 'NAME: VALUE', not 'novalue'",
+        ),
         (["explain", "--policy", "GOOD", "--claim", "x", "h/"], "--claim 'x' must be NAME=VALUE"),
-        (["explain", "--policy", "GOOD", "-d", "@/no/such", "h/"], "-d @/no/such: cannot be read: No such file or directory"),
-        (["explain", "--policy", "GOOD", "http://[::1/"], "'http://[::1/' is not a URL: Invalid IPv6 URL"),
-        (["explain", "--policy", "GOOD", "http://h:99999/"], "'http://h:99999/' is not a URL: Port out of range 0-65535"),
+        (
+            ["explain", "--policy", "GOOD", "-d", "@/no/such", "h/"],
+            "-d @/no/such: cannot be read: No such file or directory",
+        ),
+        (
+            ["explain", "--policy", "GOOD", "http://[::1/"],
+            "'http://[::1/' is not a URL: Invalid IPv6 URL",
+        ),
+        (
+            ["explain", "--policy", "GOOD", "http://h:99999/"],
+            "'http://h:99999/' is not a URL: Port out of range 0-65535",
+        ),
         (["explain", "--policy", "GOOD", "mailto:ann"], "'mailto:ann' is not a URL: …"),
         (["explain", "--policy", "GOOD", "ftp://h/"], "'ftp://h/' is not a URL of http or https"),
         (["explain", "--policy", "GOOD", "://h/"], "'://h/' is not a URL of http or https"),
@@ -616,28 +911,57 @@ def test_help_of_every_command_has_examples(capsys: pytest.CaptureFixture[str], 
             ["explain", "--policy", "GOOD", "http://h/a b"],
             "'http://h/a b' is not a URL: percent-encode spaces and control characters",
         ),
-        (["explain", "--policy", "GOOD", "-X", "", "h/"], "-X '' must be an HTTP method such as POST"),
-        (["explain", "--policy", "GOOD", "-X", "GET /", "h/"], "-X 'GET /' must be an HTTP method such as POST"),
-        (["healthcheck", "--timeout", "soon"], "argument --timeout: invalid float value: 'soon'; see …"),
+        (
+            ["explain", "--policy", "GOOD", "-X", "", "h/"],
+            "-X '' must be an HTTP method such as POST",
+        ),
+        (
+            ["explain", "--policy", "GOOD", "-X", "GET /", "h/"],
+            "-X 'GET /' must be an HTTP method such as POST",
+        ),
+        (
+            ["healthcheck", "--timeout", "soon"],
+            "argument --timeout: invalid float value: 'soon'; see …",
+        ),
         (["tpo"], "argument …; did you mean top?; see 'loopguard --help'"),
         (["check-envoi"], "argument …; did you mean check-envoy?; see 'loopguard --help'"),
         (["canary", "statsu"], "argument …; did you mean status?; see 'loopguard canary --help'"),
         (["top", "--sort", "costs"], "argument …; did you mean cost?; see 'loopguard top --help'"),
-        (["init", "--preset", "agent"], "argument …; did you mean agents?; see 'loopguard init --help'"),
-        (["top", "--pollicy", "p"], "unrecognized arguments: --pollicy; did you mean --policy?; see 'loopguard top --help'"),
-        (["top", "--polcy=p"], "unrecognized arguments: --polcy; did you mean --policy?; see 'loopguard top --help'"),
+        (
+            ["init", "--preset", "agent"],
+            "argument …; did you mean agents?; see 'loopguard init --help'",
+        ),
+        (
+            ["top", "--pollicy", "p"],
+            "unrecognized arguments: --pollicy; did you mean --policy?; see 'loopguard top --help'",
+        ),
+        (
+            ["top", "--polcy=p"],
+            "unrecognized arguments: --polcy; did you mean --policy?; see 'loopguard top --help'",
+        ),
         (
             ["explain", "--polcy", "p.json", "h/"],
-            "unrecognized arguments: --polcy; did you mean --policy?; see 'loopguard explain --help'",
+            (
+                "unrecognized arguments: --polcy; did you mean --policy?; see 'loopguard explain "
+                "--help'"
+            ),
         ),
         (
             ["canary", "status", "--polcy", "p"],
-            "unrecognized arguments: --polcy; did you mean --policy?; see 'loopguard canary --help'",
+            (
+                "unrecognized arguments: --polcy; did you mean --policy?; see 'loopguard canary "
+                "--help'"
+            ),
         ),
-        (["--versoin"], "unrecognized arguments: --versoin; did you mean --version?; see 'loopguard --help'"),
+        (
+            ["--versoin"],
+            "unrecognized arguments: --versoin; did you mean --version?; see 'loopguard --help'",
+        ),
     ],
 )
-def test_usage_error_is_one_line(capsys: pytest.CaptureFixture[str], good: str, arguments: list[str], line: str) -> None:
+def test_usage_error_is_one_line(
+    capsys: pytest.CaptureFixture[str], good: str, arguments: list[str], line: str
+) -> None:
     run = Run(capsys, *(good if argument == "GOOD" else argument for argument in arguments))
 
     assert (run.code, run.out) == (2, "")
@@ -646,44 +970,73 @@ def test_usage_error_is_one_line(capsys: pytest.CaptureFixture[str], good: str, 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["frobnicate"], ["top", "--frobnicate"], ["explain", "h/"], ["top", "--sort", "frobnicate"], ["schema", "--", "--sort"]],
+    [
+        ["frobnicate"],
+        ["top", "--frobnicate"],
+        ["explain", "h/"],
+        ["top", "--sort", "frobnicate"],
+        ["schema", "--", "--sort"],
+    ],
 )
-def test_unsimilar_words_get_no_suggestion(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_unsimilar_words_get_no_suggestion(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     assert "did you mean" not in Run(capsys, *arguments).complaint
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [([], "usage: loopguard "), (["canary"], "usage: loopguard canary ")])
-def test_group_of_commands_prints_its_help(capsys: pytest.CaptureFixture[str], arguments: list[str], shown: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [([], "usage: loopguard "), (["canary"], "usage: loopguard canary ")]
+)
+def test_group_of_commands_prints_its_help(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], shown: str
+) -> None:
     run = Run(capsys, *arguments)
 
-    assert (run.code, run.err, run.out.startswith(shown), "--help" in run.out) == (0, "", True, True)
+    assert (run.code, run.err, run.out.startswith(shown), "--help" in run.out) == (
+        0,
+        "",
+        True,
+        True,
+    )
 
 
-def test_dashboards_writes_what_the_chart_installs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dashboards_writes_what_the_chart_installs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "a" / "b"
 
     run = Run(capsys, "dashboards", str(folder))
 
-    installed = {path.name: path.read_bytes() for path in (*CHART.glob("dashboards/*"), *CHART.glob("alerts/*"))}
+    installed = {
+        path.name: path.read_bytes()
+        for path in (*CHART.glob("dashboards/*"), *CHART.glob("alerts/*"))
+    }
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert (run.code, sorted(run.out.splitlines())) == (0, sorted(map(str, folder.iterdir())))
     assert b"slack_configs" in written.pop("alertmanager.yaml")
     assert written == installed
 
 
-def test_changed_file_is_only_replaced_with_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_file_is_only_replaced_with_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rules = tmp_path / next(CHART.glob("alerts/*")).name
     rules.write_text("mine")
 
     refused, left = Run(capsys, "dashboards", str(tmp_path)), list(tmp_path.iterdir())
     again = [Run(capsys, "dashboards", *flags, str(tmp_path)).code for flags in (["--force"], [])]
 
-    assert (refused.code, refused.complaint) == (2, f"loopguard: {rules}: exists with other content; --force replaces it")
+    assert (refused.code, refused.complaint) == (
+        2,
+        f"loopguard: {rules}: exists with other content; --force replaces it",
+    )
     assert (left, again) == ([rules], [0, 0])
     assert "LoopguardLoopSurge" in rules.read_text()
 
 
-def test_folder_that_is_a_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_is_a_file_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (file := tmp_path / "file").write_text("")
 
     run = Run(capsys, "dashboards", str(file))

@@ -22,13 +22,17 @@ def make_script(shell: str, capsys: pytest.CaptureFixture[str], folder: Path) ->
 
 
 def run_shell(*command: str | Path, folder: Path | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=folder)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60, cwd=folder
+    )
     assert done.stderr == ""
     return done.stdout
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_script_has_every_command(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_script_has_every_command(
+    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     script = make_script(shell, capsys, tmp_path)
 
     text = script.read_text()
@@ -39,7 +43,9 @@ def test_script_has_every_command(shell: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_bash_completes_commands_flags_choices_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bash_completes_commands_flags_choices_and_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     program = f"""
 source {make_script("bash", capsys, tmp_path)}
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${{#COMP_LINE}}
@@ -57,11 +63,18 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     }
     for command in COMMANDS:
         page = Run(capsys, command, "--help").out
-        expected[f"{command} --"] = set(re.findall(r"^  (?:-\w[^-\n]*, )?(--[\w-]+)", page, re.MULTILINE))
+        expected[f"{command} --"] = set(
+            re.findall(r"^  (?:-\w[^-\n]*, )?(--[\w-]+)", page, re.MULTILINE)
+        )
 
     def complete(line: str) -> set[str]:
         words = ["loopguard", *line.split(" ")]
-        return {word.strip() for word in run_shell("bash", "-c", program, "bash", *words, folder=tmp_path).splitlines()} - {""}
+        return {
+            word.strip()
+            for word in run_shell(
+                "bash", "-c", program, "bash", *words, folder=tmp_path
+            ).splitlines()
+        } - {""}
 
     assert complete("") >= {*COMMANDS}
     assert {line: complete(line) for line in expected} == expected

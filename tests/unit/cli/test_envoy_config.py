@@ -28,7 +28,10 @@ COSTS = bundle(
         "spec": {
             "selector": {"pathPrefix": "/v1/"},
             "limit_keys": ["header:x"],
-            "session_limits": {"max_cost_per_session": 1, "unknown_model": {"input": 1, "output": 1}},
+            "session_limits": {
+                "max_cost_per_session": 1,
+                "unknown_model": {"input": 1, "output": 1},
+            },
         },
     }
 )
@@ -50,13 +53,20 @@ def configure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Configure:
 
 def routes(text: str) -> list[tuple[str, str, bool]]:
     """Name, match and whether Loopguard is called, of every route in order."""
-    found = re.findall(r"- name: (.*)\n +match: \{(.*)\}\n +route: .*\n( +typed_per_filter_config:\n)?", text)
+    found = re.findall(
+        r"- name: (.*)\n +match: \{(.*)\}\n +route: .*\n( +typed_per_filter_config:\n)?", text
+    )
     return [(name.strip('"'), match, bool(guard)) for name, match, guard in found]
 
 
 def test_few_rules_read_the_usage_of_events() -> None:
     within = tuple(f"{place}." for place in EVENT_OBJECTS)
-    left = {place for places in COUNT_PLACES.values() for place in places if not place.startswith(within)}
+    left = {
+        place
+        for places in COUNT_PLACES.values()
+        for place in places
+        if not place.startswith(within)
+    }
 
     assert len(yaml.safe_load(write_event_rules())) == 8
     assert left == {"prompt_eval_count", "eval_count"}
@@ -64,20 +74,35 @@ def test_few_rules_read_the_usage_of_events() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shadow_mode"),
-    [("bootstrap", "off"), ("bootstrap-observability", "observability"), ("bootstrap-partial", "partial")],
+    [
+        ("bootstrap", "off"),
+        ("bootstrap-observability", "observability"),
+        ("bootstrap-partial", "partial"),
+    ],
 )
 def test_committed_bootstraps_are_current(name: str, shadow_mode: str) -> None:
     text = bootstrap(DOCUMENTS["sample"], shadow_mode=shadow_mode)
     committed = (ROOT / "envoy" / f"{name}.yaml").read_text(encoding="utf-8")
 
     flags = f"--policy envoy/policy.json --upstream {UPSTREAM} --shadow-mode {shadow_mode}"
-    assert committed == text, f"out of date; make it again: loopguard envoy-config {flags} > envoy/{name}.yaml"
+    assert committed == text, (
+        f"out of date; make it again: loopguard envoy-config {flags} > envoy/{name}.yaml"
+    )
 
 
 def test_observability_mode_has_nothing_for_decisions() -> None:
     text = bootstrap(DOCUMENTS["sample"], shadow_mode="observability").partition("clusters:")[0]
 
-    assert re.findall(r"DYNAMIC_METADATA|receiving|message_timeout|longest delay|throttled|refused(?!-stream)", text) == []
+    assert (
+        re.findall(
+            (
+                r"DYNAMIC_METADATA|receiving|message_timeout|longest "
+                r"delay|throttled|refused(?!-stream)"
+            ),
+            text,
+        )
+        == []
+    )
 
 
 def socket(host: str, port: int) -> dict[str, Any]:
@@ -85,8 +110,14 @@ def socket(host: str, port: int) -> dict[str, Any]:
 
 
 def test_every_flag_has_its_place(configure: Configure) -> None:
-    flags = "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen 0.0.0.0:80 --admin 127.0.0.1:81"
-    flags += " --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant --buffer-limit 99999"
+    flags = (
+        "--upstream api.example.com:443 --upstream-tls --upstream-ca /ca.pem --listen "
+        "0.0.0.0:80 --admin 127.0.0.1:81"
+    )
+    flags += (
+        " --endpoints 10.0.0.1:1,10.0.0.2:2 --endpoints unix:/x --body-mode tolerant "
+        "--buffer-limit 99999"
+    )
     flags += " --failure-mode deny --upstream-protocol http2"
     per_route = f"{MANAGER}/route_config/virtual_hosts/0/routes/0/typed_per_filter_config/envoy.filters.http.ext_proc"
     expected = {
@@ -95,7 +126,9 @@ def test_every_flag_has_its_place(configure: Configure) -> None:
         f"{CLUSTERS}/0/{ENDPOINTS}/1/endpoint/address": socket("10.0.0.2", 2),
         f"{CLUSTERS}/0/{ENDPOINTS}/2/endpoint/address": {"pipe": {"path": "/x"}},
         f"{CLUSTERS}/1/{TLS}/sni": "api.example.com",
-        f"{CLUSTERS}/1/{TLS}/common_tls_context/validation_context/trusted_ca": {"filename": "/ca.pem"},
+        f"{CLUSTERS}/1/{TLS}/common_tls_context/validation_context/trusted_ca": {
+            "filename": "/ca.pem"
+        },
         f"{LISTENER}/address": socket("0.0.0.0", 80),  # noqa: S104  # not bound
         f"{LISTENER}/per_connection_buffer_limit_bytes": 99_999,
         "/admin/address": socket("127.0.0.1", 81),
@@ -148,7 +181,10 @@ def test_invalid_flag_is_a_one_line_error(flag: str, value: str, configure: Conf
 
 TLS_FILES = ["--endpoint-cert", "c", "--endpoint-key", "k", "--endpoint-ca", "a"]
 DECIDED = [
-    ([flag, value, "--shadow-mode", mode], f"{flag} must be left out where --shadow-mode {mode} decides that, not '{value}'")
+    (
+        [flag, value, "--shadow-mode", mode],
+        f"{flag} must be left out where --shadow-mode {mode} decides that, not '{value}'",
+    )
     for mode in ("observability", "partial")
     for flag, value in (("--failure-mode", "deny"), ("--body-mode", "tolerant"))
 ]
@@ -169,7 +205,9 @@ DECIDED = [
         *DECIDED,
     ],
 )
-def test_contradicting_flags_are_an_error(flags: list[str], line: str, configure: Configure) -> None:
+def test_contradicting_flags_are_an_error(
+    flags: list[str], line: str, configure: Configure
+) -> None:
     run = configure(*flags)
 
     assert (run.code, run.complaint) == (2, f"loopguard: {line}")
@@ -178,15 +216,26 @@ def test_contradicting_flags_are_an_error(flags: list[str], line: str, configure
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (["--endpoints", "guard.example:1,guard.example:2,[::1]:1"], [("DNS", "guard.example"), ("IP_ADDRESS", "::1")]),
-        (["--endpoint-san", "spiffe://a/b", "--endpoint-san", "c"], [("URI", "spiffe://a/b"), ("DNS", "c")]),
+        (
+            ["--endpoints", "guard.example:1,guard.example:2,[::1]:1"],
+            [("DNS", "guard.example"), ("IP_ADDRESS", "::1")],
+        ),
+        (
+            ["--endpoint-san", "spiffe://a/b", "--endpoint-san", "c"],
+            [("URI", "spiffe://a/b"), ("DNS", "c")],
+        ),
     ],
 )
-def test_envoy_verifies_the_name_of_loopguard(flags: list[str], names: list[tuple[str, str]], configure: Configure) -> None:
+def test_envoy_verifies_the_name_of_loopguard(
+    flags: list[str], names: list[tuple[str, str]], configure: Configure
+) -> None:
     made = yaml.safe_load(configure(*TLS_FILES, *flags).out)
 
     context = find(made, f"{CLUSTERS}/0/{TLS}/common_tls_context/validation_context")
-    assert [(name["san_type"], name["matcher"]["exact"]) for name in context["match_typed_subject_alt_names"]] == names
+    assert [
+        (name["san_type"], name["matcher"]["exact"])
+        for name in context["match_typed_subject_alt_names"]
+    ] == names
 
 
 SHADOWED = policy("b", {"pathPrefix": "/"}, mode="shadow")
@@ -199,13 +248,19 @@ NO_TLS = "warning: port 8443 usually speaks TLS, and Envoy will not; add --upstr
     [
         (["--shadow-mode", "partial"], [ACTING, SHADOWED], "would act: a;"),
         (["--shadow-mode", "partial"], [SHADOWED], ""),
-        (["--shadow-mode", "partial"], [policy("a", {"pathPrefix": "/"}, enabled=False), SHADOWED], ""),
+        (
+            ["--shadow-mode", "partial"],
+            [policy("a", {"pathPrefix": "/"}, enabled=False), SHADOWED],
+            "",
+        ),
         (["--shadow-mode", "observability"], [ACTING], ""),
         (["--upstream", "api.example.com:8443"], None, NO_TLS),
         ([], DOCUMENTS["nothing guarded"], "guards nothing"),
     ],
 )
-def test_suspicious_flags_are_warned_about(flags: list[str], policies: object, told: str, configure: Configure) -> None:
+def test_suspicious_flags_are_warned_about(
+    flags: list[str], policies: object, told: str, configure: Configure
+) -> None:
     run = configure(*flags, policies=policies)
 
     assert run.code == 0
@@ -229,8 +284,12 @@ def test_upstream_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         ("127.0.0.1:8080", [], False),
     ],
 )
-def test_port_443_means_tls(upstream: str, more: list[str], tls: bool, configure: Configure) -> None:
-    (cluster,) = yaml.safe_load(configure("--upstream", upstream, *more).out)["static_resources"]["clusters"][1:2]
+def test_port_443_means_tls(
+    upstream: str, more: list[str], tls: bool, configure: Configure
+) -> None:
+    (cluster,) = yaml.safe_load(configure("--upstream", upstream, *more).out)["static_resources"][
+        "clusters"
+    ][1:2]
 
     assert cluster["name"] == "upstream"
     assert ("transport_socket" in cluster) == tls
@@ -255,13 +314,24 @@ def test_header_names_the_required_envoy_version(
     document: object, flags: list[str], version: str, configure: Configure
 ) -> None:
     assert f"for Envoy {version} and newer" in configure(*flags, policies=document).out
-    assert f"for Envoy\n# {version} and newer" in configure("--snippet", *flags, policies=document).out
+    assert (
+        f"for Envoy\n# {version} and newer" in configure("--snippet", *flags, policies=document).out
+    )
 
 
 def test_most_specific_route_is_first() -> None:
-    selectors = [{"pathPrefix": "/v1"}, {"pathExact": "/v1/chat"}, {"pathPrefix": "/v1/chat/"}, {"pathPrefix": "/v1/chat"}]
+    selectors = [
+        {"pathPrefix": "/v1"},
+        {"pathExact": "/v1/chat"},
+        {"pathPrefix": "/v1/chat/"},
+        {"pathPrefix": "/v1/chat"},
+    ]
 
-    assert routes(bootstrap(bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors))))) == [
+    assert routes(
+        bootstrap(
+            bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
+        )
+    ) == [
         ("guarded:/v1/chat", 'path: "/v1/chat"', True),
         ("guarded:/v1/chat/*", 'prefix: "/v1/chat/"', True),
         ("guarded:/v1/chat*", 'path_separated_prefix: "/v1/chat"', True),
@@ -275,26 +345,51 @@ def test_most_specific_route_is_first() -> None:
     [
         ([{"pathExact": "/a", "routes": ["x"]}], ["x", "unguarded"]),
         ([{"pathExact": "/a"}, {"pathExact": "/a"}], ["guarded:/a", "unguarded"]),
-        ([{"pathExact": "/a", "routes": ["x", "y"]}, {"pathExact": "/a", "routes": ["y", "z"]}], ["y", "unguarded"]),
+        (
+            [{"pathExact": "/a", "routes": ["x", "y"]}, {"pathExact": "/a", "routes": ["y", "z"]}],
+            ["y", "unguarded"],
+        ),
         ([{"pathExact": "/v1/a"}, {"pathPrefix": "/v1", "routes": ["x"]}], ["x", "x", "unguarded"]),
-        ([{"pathPrefix": "/v1/a/b"}, {"pathPrefix": "/v1/", "routes": ["x"]}], ["x", "x", "unguarded"]),
-        ([{"pathPrefix": "/v1a"}, {"pathPrefix": "/v1", "routes": ["x"]}], ["guarded:/v1a*", "x", "unguarded"]),
-        ([{"pathExact": "/v1/a", "routes": ["y"]}, {"pathPrefix": "/v1", "routes": ["x"]}], ["y", "x", "unguarded"]),
+        (
+            [{"pathPrefix": "/v1/a/b"}, {"pathPrefix": "/v1/", "routes": ["x"]}],
+            ["x", "x", "unguarded"],
+        ),
+        (
+            [{"pathPrefix": "/v1a"}, {"pathPrefix": "/v1", "routes": ["x"]}],
+            ["guarded:/v1a*", "x", "unguarded"],
+        ),
+        (
+            [{"pathExact": "/v1/a", "routes": ["y"]}, {"pathPrefix": "/v1", "routes": ["x"]}],
+            ["y", "x", "unguarded"],
+        ),
         ([{"routes": ["x"]}], ["x"]),
         ([{"routes": ["x"]}, {"pathExact": "/a"}], ["x", "x"]),
         ([{"routes": ["x"]}, {"pathPrefix": "/", "methods": ["POST"]}], ["x"]),
         ([{"routes": ["x"]}, {"pathExact": "/a", "routes": ["x"]}], ["x", "unguarded"]),
         ([{"routes": ["y"]}, {"pathExact": "/a", "routes": ["x"]}], ["x", "y"]),
-        ([{"pathExact": "/a/api/chat"}, {"apis": ["ollama"], "routes": ["x"]}], ["x", "x", "unguarded"]),
-        ([{"pathExact": "/a"}, {"apis": ["ollama"], "routes": ["x"]}], ["guarded:/a", "x", "unguarded"]),
+        (
+            [{"pathExact": "/a/api/chat"}, {"apis": ["ollama"], "routes": ["x"]}],
+            ["x", "x", "unguarded"],
+        ),
+        (
+            [{"pathExact": "/a"}, {"apis": ["ollama"], "routes": ["x"]}],
+            ["guarded:/a", "x", "unguarded"],
+        ),
         ([{"pathPrefix": "/a"}, {"apis": ["ollama"], "routes": ["x"]}], ["x", "x", "unguarded"]),
         ([{"apis": ["ollama"]}, {"pathPrefix": "/", "routes": ["x"]}], ["x", "x"]),
         ([{"apis": ["ollama"], "routes": ["x"]}, {"pathPrefix": "/"}], ["x", "guarded:/*"]),
-        ([{"apis": ["ollama"]}, {"apis": ["gemini"], "routes": ["x"]}], ["guarded:ollama", "x", "unguarded"]),
+        (
+            [{"apis": ["ollama"]}, {"apis": ["gemini"], "routes": ["x"]}],
+            ["guarded:ollama", "x", "unguarded"],
+        ),
     ],
 )
-def test_routes_have_the_names_of_selectors(selectors: Sequence[Mapping[str, object]], names: Sequence[str]) -> None:
-    text = bootstrap(bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors))))
+def test_routes_have_the_names_of_selectors(
+    selectors: Sequence[Mapping[str, object]], names: Sequence[str]
+) -> None:
+    text = bootstrap(
+        bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
+    )
 
     assert [name for name, _, _ in routes(text)] == names
     assert len(names) > 2 or "guarded:/a" not in names or "# Policies: p0, p1\n" in text
@@ -305,16 +400,28 @@ def test_routes_have_the_names_of_selectors(selectors: Sequence[Mapping[str, obj
     [
         ([{"routes": ["x", "y"]}], "p0 select by route alone"),
         ([{"routes": ["x"]}, {"routes": ["y"]}], "p0, p1 select by route alone"),
-        ([{"pathExact": "/a", "routes": ["x"]}, {"pathExact": "/a", "routes": ["y"]}], "the path /a can have one route name"),
-        ([{"routes": ["x"]}, {"pathPrefix": "/", "routes": ["y"]}], "the path / can have one route name"),
+        (
+            [{"pathExact": "/a", "routes": ["x"]}, {"pathExact": "/a", "routes": ["y"]}],
+            "the path /a can have one route name",
+        ),
+        (
+            [{"routes": ["x"]}, {"pathPrefix": "/", "routes": ["y"]}],
+            "the path / can have one route name",
+        ),
     ],
 )
-def test_contradicting_route_names_are_an_error(selectors: Sequence[Mapping[str, object]], told: str) -> None:
+def test_contradicting_route_names_are_an_error(
+    selectors: Sequence[Mapping[str, object]], told: str
+) -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
-        bootstrap(bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors))))
+        bootstrap(
+            bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
+        )
 
 
-@pytest.mark.parametrize("template", sorted((ROOT / "extproc" / "cli" / "envoy_config" / "templates").iterdir()), ids=str)
+@pytest.mark.parametrize(
+    "template", sorted((ROOT / "extproc" / "cli" / "envoy_config" / "templates").iterdir()), ids=str
+)
 def test_templates_are_yaml(template: Path) -> None:
     assert yaml.safe_load(template.read_text(encoding="utf-8"))
 
@@ -329,7 +436,11 @@ def test_templates_are_yaml(template: Path) -> None:
         ("#if x\na\n#else\nb\n#end\nc\n", {"x": True}, "a\nc\n"),
         ("#if x\na\n#else\nb\n#end\nc\n", {"x": ""}, "b\nc\n"),
         ("#if x\n  #if y\n  a\n  #else\n  b\n  #end\n#end\n", {"x": "1", "y": False}, "  b\n"),
-        ("#if x\n#if y\na\n#else\nb\n#end\n#$z\n#else\nc\n#end\n", {"x": False, "y": False, "z": "1"}, "c\n"),
+        (
+            "#if x\n#if y\na\n#else\nb\n#end\n#$z\n#else\nc\n#end\n",
+            {"x": False, "y": False, "z": "1"},
+            "c\n",
+        ),
         ("# if x\n#  $x\n\n", {"x": "1"}, "# if x\n#  1\n\n"),
     ],
 )

@@ -1,6 +1,7 @@
 """Service, `explain`, `scan` and `replay` agree on a body: it loops, it does not, or why that is unknown.
 
-The policy is the detector `turns` of the preset, as in `scan`, without a session: a file of requests does not show what a
+The policy is the detector `turns` of the preset, as in `scan`, without a session: a file of
+    requests does not show what a
 server remembers.
 """
 
@@ -34,11 +35,17 @@ Case = tuple[str, object, str]  # path, body, verdict
 
 
 def loop(more: str = "") -> list[Did]:
-    return [Did((("run", {"cmd": "ls x"}),), (f"Error: no such file or directory.{more}",), number=n) for n in range(1, 9)]
+    return [
+        Did((("run", {"cmd": "ls x"}),), (f"Error: no such file or directory.{more}",), number=n)
+        for n in range(1, 9)
+    ]
 
 
 def work(more: str = "") -> list[Did]:
-    return [Did((("run", {"cmd": f"ls {n * 'x'}"}),), (f"a file of {n * 'lines '}{more}",), number=n) for n in range(1, 9)]
+    return [
+        Did((("run", {"cmd": f"ls {n * 'x'}"}),), (f"a file of {n * 'lines '}{more}",), number=n)
+        for n in range(1, 9)
+    ]
 
 
 def user(text: str = "go on") -> dict[str, Any]:
@@ -68,18 +75,38 @@ def list_cases_of(api: str) -> Mapping[str, tuple[object, str]]:
         "no turn": (write([]), NONE),
         "a loop in 1.2 MB": (write(loop("x" * 150_000)), LOOP),
         "one message of 1.2 MB": (huge, LIMIT),
-        **({f"messages are {name}": (looping | {key: value}, NO_MESSAGES) for name, value in words.items()}),
-        "no messages": ({name: value for name, value in looping.items() if name != key}, NO_MESSAGES),
+        **(
+            {
+                f"messages are {name}": (looping | {key: value}, NO_MESSAGES)
+                for name, value in words.items()
+            }
+        ),
+        "no messages": (
+            {name: value for name, value in looping.items() if name != key},
+            NO_MESSAGES,
+        ),
     }
 
 
 def list_items(*items: Mapping[str, object], **more: object) -> dict[str, Any]:
-    return {"model": "m", "input": [user(), *[{**item, "id": f"i{n}"} for n in range(8) for item in items]], **more}
+    return {
+        "model": "m",
+        "input": [user(), *[{**item, "id": f"i{n}"} for n in range(8) for item in items]],
+        **more,
+    }
 
 
 ERROR = "Error: no such file or directory, and there is no other"
-OUTPUT = {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "", "stderr": ERROR, "outcome": {"type": "exit"}}]}
-CODE = {"type": "code_interpreter_call", "code": "f()", "outputs": [{"type": "logs", "logs": ERROR}]}
+OUTPUT = {
+    "type": "shell_call_output",
+    "call_id": "c",
+    "output": [{"stdout": "", "stderr": ERROR, "outcome": {"type": "exit"}}],
+}
+CODE = {
+    "type": "code_interpreter_call",
+    "code": "f()",
+    "outputs": [{"type": "logs", "logs": ERROR}],
+}
 MCP = {"type": "mcp_call", "name": "f", "arguments": "{}", "output": ERROR}
 SEARCH = {"type": "web_search_call", "action": {"type": "search", "query": "q"}}
 REFERENCE = {"type": "item_reference"}
@@ -87,42 +114,92 @@ RESPONSES, CHAT, COMPLETIONS = PATHS["responses"], PATHS["chat"], "/v1/completio
 STUCK = SHAPES["responses"](loop())
 EXPORTS: dict[str, list[dict[str, Any]]] = {
     "Slack": [{"type": "message", "user": "U1", "text": "again"}],
-    "LangChain": [{"type": "human", "data": {"content": "go"}}, {"type": "ai", "data": {"content": "again"}}],
+    "LangChain": [
+        {"type": "human", "data": {"content": "go"}},
+        {"type": "ai", "data": {"content": "again"}},
+    ],
     "OpenCode": [{"info": {"role": "assistant"}, "parts": [{"type": "text", "text": "again"}]}],
     "Gemini CLI": [{"type": "user", "content": "go"}, {"type": "gemini", "content": "again"}],
 }
 CASES: dict[str, Case] = {
-    **{f"{api}: {name}": (PATHS[api], *case) for api in SHAPES for name, case in list_cases_of(api).items()},
+    **{
+        f"{api}: {name}": (PATHS[api], *case)
+        for api in SHAPES
+        for name, case in list_cases_of(api).items()
+    },
     "code that is run with the same error": (RESPONSES, list_items(CODE, user()), LOOP),
     "a server's tool with the same error": (RESPONSES, list_items(MCP, user()), LOOP),
     "the same search": (RESPONSES, list_items(SEARCH, user()), LOOP),
     "code with other results": (
         RESPONSES,
-        {"input": [item for n in range(8) for item in ({**CODE, "outputs": [{"type": "logs", "logs": f"{n * 'x'}"}]}, user())]},
+        {
+            "input": [
+                item
+                for n in range(8)
+                for item in ({**CODE, "outputs": [{"type": "logs", "logs": f"{n * 'x'}"}]}, user())
+            ]
+        },
         NONE,
     ),
     "outputs of referenced calls": (RESPONSES, list_items(REFERENCE, OUTPUT), LOOP),
     "answers by reference": (RESPONSES, list_items(REFERENCE, user()), NO_HISTORY),
-    "items of an unknown type": (RESPONSES, {"input": [{"type": "made_up", "value": "x"}] * 8}, NO_MESSAGES),
-    "unknown items beside a loop": (RESPONSES, STUCK | {"input": [{"type": "made_up"}, *STUCK["input"]]}, LOOP),
+    "items of an unknown type": (
+        RESPONSES,
+        {"input": [{"type": "made_up", "value": "x"}] * 8},
+        NO_MESSAGES,
+    ),
+    "unknown items beside a loop": (
+        RESPONSES,
+        STUCK | {"input": [{"type": "made_up"}, *STUCK["input"]]},
+        LOOP,
+    ),
     "input is a text": (RESPONSES, {"model": "m", "input": "go on"}, NONE),
     "input is an empty text": (RESPONSES, {"model": "m", "input": ""}, NO_MESSAGES),
-    "a text behind a response": (RESPONSES, {"model": "m", "input": "go on", "previous_response_id": "r"}, NO_HISTORY),
-    "outputs behind a response": (RESPONSES, {"input": [OUTPUT], "previous_response_id": "r"}, NO_HISTORY),
+    "a text behind a response": (
+        RESPONSES,
+        {"model": "m", "input": "go on", "previous_response_id": "r"},
+        NO_HISTORY,
+    ),
+    "outputs behind a response": (
+        RESPONSES,
+        {"input": [OUTPUT], "previous_response_id": "r"},
+        NO_HISTORY,
+    ),
     "a loop behind a response": (RESPONSES, STUCK | {"previous_response_id": "r"}, NO_HISTORY),
-    "a loop behind an interaction": (RESPONSES, STUCK | {"previous_interaction_id": "r"}, NO_HISTORY),
-    "work in a server's conversation": (RESPONSES, SHAPES["responses"](work()) | {"conversation": {"id": "c"}}, NO_HISTORY),
-    "a thread": (PATHS["anthropic"], {"messages": [user()], "thread": {"previous_message_id": "m"}}, NO_HISTORY),
+    "a loop behind an interaction": (
+        RESPONSES,
+        STUCK | {"previous_interaction_id": "r"},
+        NO_HISTORY,
+    ),
+    "work in a server's conversation": (
+        RESPONSES,
+        SHAPES["responses"](work()) | {"conversation": {"id": "c"}},
+        NO_HISTORY,
+    ),
+    "a thread": (
+        PATHS["anthropic"],
+        {"messages": [user()], "thread": {"previous_message_id": "m"}},
+        NO_HISTORY,
+    ),
     "a plain prompt": (COMPLETIONS, {"model": "m", "prompt": "say"}, NO_HISTORY),
     "several prompts": (COMPLETIONS, {"model": "m", "prompt": ["say", "write"]}, NO_HISTORY),
     "a prompt of tokens": (COMPLETIONS, {"model": "m", "prompt": [1, 2, 3]}, NO_HISTORY),
     "wrong types in calls": (
         CHAT,
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": 5}}]}, user()] * 8},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": 5}}]},
+                user(),
+            ]
+            * 8
+        },
         LOOP,
     ),
     "messages without a role": (CHAT, {"messages": [{}] * 8}, NO_MESSAGES),
-    **{f"an export of {name}": (CHAT, {"messages": messages * 8}, NO_MESSAGES) for name, messages in EXPORTS.items()},
+    **{
+        f"an export of {name}": (CHAT, {"messages": messages * 8}, NO_MESSAGES)
+        for name, messages in EXPORTS.items()
+    },
     "an empty object": (CHAT, {}, NO_MESSAGES),
     "a list": (CHAT, [], NO_MESSAGES),
     "no body": (CHAT, b"", NO_MESSAGES),
@@ -173,20 +250,47 @@ def read_scanned(printed: str, errors: str) -> str:
     if not report["conversations"]:
         assert "no file contains a conversation" in errors
         return NO_MESSAGES
-    return LOOP if any(found["ends"] == found["calls"] for found in report["found"]) else NONE  # its newest call
+    return (
+        LOOP if any(found["ends"] == found["calls"] for found in report["found"]) else NONE
+    )  # its newest call
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_readers_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, content, verdict = CASES[name]
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    file, policy = written(tmp_path / "requests.jsonl", data), written(tmp_path / "policy.json", TURNS)
-    record = {"record": 1, "time": 1_790_000_000, "method": "POST", "path": path, "body_base64": b64encode(data).decode()}
+    file, policy = (
+        written(tmp_path / "requests.jsonl", data),
+        written(tmp_path / "policy.json", TURNS),
+    )
+    record = {
+        "record": 1,
+        "time": 1_790_000_000,
+        "method": "POST",
+        "path": path,
+        "body_base64": b64encode(data).decode(),
+    }
     log = written(tmp_path / "log", record | {"headers": {"authorization": "Bearer sk-one"}})
 
-    explained = Run(capsys, "explain", "--policy", policy, "-X", "POST", "-H", KEY, "-d", f"@{file}", f"http://host{path}")
+    explained = Run(
+        capsys,
+        "explain",
+        "--policy",
+        policy,
+        "-X",
+        "POST",
+        "-H",
+        KEY,
+        "-d",
+        f"@{file}",
+        f"http://host{path}",
+    )
     replayed = Run(capsys, "replay", "--policy", policy, "--json", log)
     scanned = Run(capsys, "scan", "--json", "--jobs", "1", file)
 
-    said = [read_explained(explained.out), read_replayed(replayed.out), read_scanned(scanned.out, scanned.err)]
+    said = [
+        read_explained(explained.out),
+        read_replayed(replayed.out),
+        read_scanned(scanned.out, scanned.err),
+    ]
     assert [ask_gateway(data, path), *said] == [verdict] * 4

@@ -19,7 +19,8 @@ from tests.support.answering import Answer, answering, flood, reply
 from tests.support.command import Run, written
 from tests.support.receivers import CA
 
-# Sets a title, clears the screen, returns to the start of the line, and changes the direction of text.
+# Sets a title, clears the screen, returns to the start of the line, and changes the direction of
+# text.
 EVIL = "\x1b]0;owned\x07\x9b2J\x7f\r\u202e"
 
 ENDLESS = Answer(200, {}, flood)
@@ -33,7 +34,10 @@ def test_endless_reply_is_a_one_line_error(status: int, capsys: pytest.CaptureFi
     with answering(ENDLESS._replace(status=status)) as url:
         run = Run(capsys, "top", "--admin", url)
 
-    assert (run.code, run.complaint) == (1, f"loopguard: {url}/loops sends more than 64 MiB, as no admin port does")
+    assert (run.code, run.complaint) == (
+        1,
+        f"loopguard: {url}/loops sends more than 64 MiB, as no admin port does",
+    )
 
 
 def test_reply_is_read_in_bounded_memory() -> None:
@@ -60,7 +64,9 @@ def test_slow_reply_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         read_bounded(dribble(), "http://h/p")
 
 
-PACKED = Answer(200, {"content-encoding": "gzip"}, lambda: iter([gzip.compress(b'{"replica": "r"}')]))
+PACKED = Answer(
+    200, {"content-encoding": "gzip"}, lambda: iter([gzip.compress(b'{"replica": "r"}')])
+)
 FOREIGN = [b"[" * 100_000, b"7", b"[]", b'"x"', b"\xff", b"", b"null", b"9" * 100_000]
 
 
@@ -73,17 +79,24 @@ FOREIGN = [b"[" * 100_000, b"7", b"[]", b'"x"', b"\xff", b"", b"null", b"9" * 10
         (reply({"status": "ok"}), "sessions", "sessions"),
     ],
 )
-def test_foreign_reply_is_a_one_line_error(answer: Answer, command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_reply_is_a_one_line_error(
+    answer: Answer, command: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with answering(answer) as url:
         run = Run(capsys, command, "--admin", url)
 
-    assert (run.code, run.complaint) == (1, f"loopguard: {url}/{path} is not an admin endpoint of Loopguard")
+    assert (run.code, run.complaint) == (
+        1,
+        f"loopguard: {url}/{path} is not an admin endpoint of Loopguard",
+    )
 
 
 def test_server_named_twice_counts_once(capsys: pytest.CaptureFixture[str]) -> None:
     report = {"replica": "r", "replicas": ["r"], "problem": None}
     with answering(reply(report)) as url:
-        assert json.loads(Run(capsys, "top", "--json", "--admin", url, "--admin", url).out) == report
+        assert (
+            json.loads(Run(capsys, "top", "--json", "--admin", url, "--admin", url).out) == report
+        )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +119,9 @@ def test_reply_of_a_webhook_is_not_read(status: int, tmp_path: Path) -> None:
     CA.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
 
     with answering(ENDLESS._replace(status=status), tls=True) as url:
-        events = open_events(Settings(events=url, events_ca=str(tmp_path / "ca.pem")), "replica", metrics)
+        events = open_events(
+            Settings(events=url, events_ca=str(tmp_path / "ca.pem")), "replica", metrics
+        )
         assert events is not None
         events.emit("loop_began", "", {})
         events.close()
@@ -121,13 +136,23 @@ def is_clean(text: str) -> bool:
     return all(line.isprintable() for line in text.split("\n"))
 
 
-ORDER = dict.fromkeys(("override", "kind", "caller", "tool", "policy", "ends", "who", "reason"), EVIL)
-FINDING = dict.fromkeys(("level", "text", "change", "place", "policy", "detector", "route", "reason"), EVIL)
+ORDER = dict.fromkeys(
+    ("override", "kind", "caller", "tool", "policy", "ends", "who", "reason"), EVIL
+)
+FINDING = dict.fromkeys(
+    ("level", "text", "change", "place", "policy", "detector", "route", "reason"), EVIL
+)
 COVERAGE = {
-    "replica": EVIL, "replicas": [EVIL], "line": EVIL, "build": EVIL, "problem": EVIL,
-    "policies": [{"policy": EVIL, "mode": EVIL, "counted": 1, "requests": 2, "exempt": 0, "place": EVIL}],
+    "replica": EVIL,
+    "replicas": [EVIL],
+    "line": EVIL,
+    "build": EVIL,
+    "problem": EVIL,
+    "policies": [
+        {"policy": EVIL, "mode": EVIL, "counted": 1, "requests": 2, "exempt": 0, "place": EVIL}
+    ],
     "findings": [{**FINDING, "requests": 1, "of": 2}],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +169,9 @@ COVERAGE = {
     ],
     ids=["error", "plain error", "doctor", "json", "orders", "orders in json", "order", "canary"],
 )
-def test_server_cannot_control_the_terminal(answer: Answer, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_cannot_control_the_terminal(
+    answer: Answer, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with answering(answer) as url:
         run = Run(capsys, *command, "--admin", url)
 
@@ -159,7 +186,10 @@ MANAGER = {
     "route_config": {"virtual_hosts": [{"name": EVIL, "domains": ["*"], "routes": [ROUTE]}]},
     "http_filters": [{"name": EVIL}],
 }
-LISTENER = {"name": EVIL, "filter_chains": [{"filters": [{"name": "hcm", "typed_config": MANAGER}]}]}
+LISTENER = {
+    "name": EVIL,
+    "filter_chains": [{"filters": [{"name": "hcm", "typed_config": MANAGER}]}],
+}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +212,9 @@ LISTENER = {"name": EVIL, "filter_chains": [{"filters": [{"name": "hcm", "typed_
 def test_files_and_arguments_cannot_control_the_terminal(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written(tmp_path / f"{EVIL}.json", [{EVIL: EVIL, "messages": [{EVIL: 1}]}, {"id": "p", "a\nb": 1}])
+    written(
+        tmp_path / f"{EVIL}.json", [{EVIL: EVIL, "messages": [{EVIL: 1}]}, {"id": "p", "a\nb": 1}]
+    )
     written(tmp_path / f"{EVIL}.zst", b"\x28\xb5\x2f\xfdxxxx")
     written(tmp_path / "envoy", {"static_resources": {"listeners": [LISTENER]}})
     (tmp_path / f"{EVIL}.link").symlink_to("/etc/passwd")
@@ -196,7 +228,10 @@ def test_files_and_arguments_cannot_control_the_terminal(
 _OWN = "LOOPGUARD_ADMIN"
 
 
-@pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "https://gateway.example", "http://[::1]:9900/", "unix:/run/a.sock"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://10.0.0.1:8000", "https://gateway.example", "http://[::1]:9900/", "unix:/run/a.sock"],
+)
 def test_url_in_the_variable_is_used(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOPGUARD_ADMIN_SOCKET", raising=False)
     monkeypatch.setenv(_OWN, url)
@@ -214,7 +249,11 @@ def test_url_in_the_variable_is_used(url: str, monkeypatch: pytest.MonkeyPatch) 
                 {name: "tcp://10.0.0.1:9900"},
                 "http://127.0.0.1:9900",
             )  # Kubernetes sets them for a Service called loopguard-admin
-            for name in ("LOOPGUARD_ADMIN_SERVICE_HOST", "LOOPGUARD_ADMIN_PORT", "LOOPGUARD_ADMIN_PORT_9900_TCP")
+            for name in (
+                "LOOPGUARD_ADMIN_SERVICE_HOST",
+                "LOOPGUARD_ADMIN_PORT",
+                "LOOPGUARD_ADMIN_PORT_9900_TCP",
+            )
         ),
         ({"LOOPGUARD_ADMINS": "", _OWN: "http://a:1"}, "http://a:1"),
     ],
@@ -239,10 +278,19 @@ NONSENSE = [
 @pytest.mark.parametrize(
     ("name", "text", "told", "command"),
     [
-        *((_OWN, text, f"{_OWN} must be http://HOST:PORT or unix:/PATH", "top") for text in NONSENSE),
+        *(
+            (_OWN, text, f"{_OWN} must be http://HOST:PORT or unix:/PATH", "top")
+            for text in NONSENSE
+        ),
         *(
             (_OWN, "nonsense", f"{_OWN} must be http://HOST:PORT or unix:/PATH", command)
-            for command in ("allow --caller ann", "overrides", "doctor", "sessions", "canary status")
+            for command in (
+                "allow --caller ann",
+                "overrides",
+                "doctor",
+                "sessions",
+                "canary status",
+            )
         ),
         ("LOOPGUARD_ADMIN_SOCKET", "a.sock", "LOOPGUARD_ADMIN_SOCKET must be", "top"),
         *(
@@ -252,7 +300,12 @@ NONSENSE = [
     ],
 )
 def test_invalid_variable_is_an_error_of_every_command(
-    name: str, text: str, told: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    text: str,
+    told: str,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for each in (_OWN, "LOOPGUARD_ADMIN_SOCKET"):
         monkeypatch.delenv(each, raising=False)

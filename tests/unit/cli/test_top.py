@@ -19,37 +19,87 @@ CALLER, SESSION = "9f2c51a07be3d418", "5a0c93e1bb7f2d64"
 
 def make_row(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a row
     row = {
-        "caller": CALLER, "session": SESSION, "alias": None, "labels": None, "descriptors": None, "agent": None,
-        "tools": ["search_the_web"], "cause": "same_arguments", "method": "POST", "path": "/v1/chat/completions",
-        "policies": ["agents", "agents-canary"], "count": 12, "first_seen": "2026-11-02T01:02:00Z", "last_seen": AT,
-        "looping": True, "action": "steer", "shadow": "reject", "orders": [], "loops": [],
-        "requests": 14, "requests_sent_on": 12, "requests_not_sent_on": 2, "input_tokens_sent_on": 1_234_567,
-        "input_tokens_not_sent_on": 205_000, "input_tokens_per_minute": 20_500, "cost_sent_on_usd": 1_234.5,
-        "cost_not_sent_on_usd": 0.004, "cost_per_minute_usd": 20.5,
+        "caller": CALLER,
+        "session": SESSION,
+        "alias": None,
+        "labels": None,
+        "descriptors": None,
+        "agent": None,
+        "tools": ["search_the_web"],
+        "cause": "same_arguments",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "policies": ["agents", "agents-canary"],
+        "count": 12,
+        "first_seen": "2026-11-02T01:02:00Z",
+        "last_seen": AT,
+        "looping": True,
+        "action": "steer",
+        "shadow": "reject",
+        "orders": [],
+        "loops": [],
+        "requests": 14,
+        "requests_sent_on": 12,
+        "requests_not_sent_on": 2,
+        "input_tokens_sent_on": 1_234_567,
+        "input_tokens_not_sent_on": 205_000,
+        "input_tokens_per_minute": 20_500,
+        "cost_sent_on_usd": 1_234.5,
+        "cost_not_sent_on_usd": 0.004,
+        "cost_per_minute_usd": 20.5,
         "commands": {"stop": f"loopguard block --caller {CALLER} --session {SESSION} --for 30m"},
-    }  # fmt: skip
+    }
     return {**row, **changes}
 
 
 ORDER = {"override": "o", "kind": "allow", "who": "eve@laptop", "ends": "2026-11-03T03:14:00Z"}
 INCIDENT = {
-    **make_row(), "tool": "crm.find_customer_by_name_or_number", "callers": 120, "sessions": 4_321, "active": True,
-}  # fmt: skip
+    **make_row(),
+    "tool": "crm.find_customer_by_name_or_number",
+    "callers": 120,
+    "sessions": 4_321,
+    "active": True,
+}
 ROWS = [
     make_row(),
-    make_row(descriptors={"x-user-id": "somebody.with.a.long.name@department.example"}, session=None, orders=[ORDER]),
-    make_row(tools=[], path="/" + "long" * 40, cost_per_minute_usd=None, cost_sent_on_usd=None, action="allow"),
-    make_row(tools=["日本語のツール" * 5], alias="\x1b[2J\nteam", looping=False, shadow=None, action="reject"),
+    make_row(
+        descriptors={"x-user-id": "somebody.with.a.long.name@department.example"},
+        session=None,
+        orders=[ORDER],
+    ),
+    make_row(
+        tools=[],
+        path="/" + "long" * 40,
+        cost_per_minute_usd=None,
+        cost_sent_on_usd=None,
+        action="allow",
+    ),
+    make_row(
+        tools=["日本語のツール" * 5],
+        alias="\x1b[2J\nteam",
+        looping=False,
+        shadow=None,
+        action="reject",
+    ),
 ]
 
 
-def make_report(*rows: dict[str, Any], incidents: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+def make_report(
+    *rows: dict[str, Any], incidents: tuple[dict[str, Any], ...] = ()
+) -> dict[str, Any]:
     total = {**make_row(), "conversations": len(rows), "looping": 1, "callers": 2}
     return {
-        "at": AT, "replica": "a", "replicas": ["a", "b"], "problem": None,
-        "known": len(rows), "total": total, "conversations": list(rows),
-        "incidents": list(incidents), "coverage": [], "estimate": "input tokens are estimated: one per 4 bytes of a body",
-    }  # fmt: skip
+        "at": AT,
+        "replica": "a",
+        "replicas": ["a", "b"],
+        "problem": None,
+        "known": len(rows),
+        "total": total,
+        "conversations": list(rows),
+        "incidents": list(incidents),
+        "coverage": [],
+        "estimate": ("input tokens are estimated: one per 4 bytes of a body"),
+    }
 
 
 Show = Callable[..., list[str]]
@@ -61,9 +111,13 @@ NO_BUDGETS: dict[str, Any] = {
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
-    def run(report: object, width: int, *flags: str, budgets: Mapping[str, Any] = NO_BUDGETS) -> list[str]:
+    def run(
+        report: object, width: int, *flags: str, budgets: Mapping[str, Any] = NO_BUDGETS
+    ) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(width))
-        with answering({"/loops": reply(report), "/budgets": reply({**NO_BUDGETS, **budgets})}) as url:
+        with answering(
+            {"/loops": reply(report), "/budgets": reply({**NO_BUDGETS, **budgets})}
+        ) as url:
             found = Run(capsys, "top", "--once", "--admin", url, *flags)
         assert found.code == 0, found.err
         return found.out.replace(url, "URL").splitlines()
@@ -86,7 +140,18 @@ COLUMNS = [
     "orders",
 ]
 WIDTHS = {80: 5, 99: 5, 100: 6, 120: 8, 190: 11, 249: 11, 250: 12}  # width and number of columns
-WHOLE = ["$20.50", "2h12m", "steer", CALLER, "$1.23k", "<$0.01", "0s", SESSION, "same arguments", "agents, agents-canary"]
+WHOLE = [
+    "$20.50",
+    "2h12m",
+    "steer",
+    CALLER,
+    "$1.23k",
+    "<$0.01",
+    "0s",
+    SESSION,
+    "same arguments",
+    "agents, agents-canary",
+]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -114,30 +179,53 @@ def test_eighty_columns_show_the_essentials(show: Show) -> None:
 
 def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a row
     row = {
-        "caller": CALLER, "alias": None, "labels": None, "descriptors": None, "policy": "team", "mode": "enforce",
-        "rule": "dollars", "limit": 50, "left": 4.5, "unit": "dollars", "used_percent": 91.0, "open": False,
-        "reset_seconds": 7_200, "refused": 3, "commands": {"free": "loopguard grant --amount 5"},
-    }  # fmt: skip
+        "caller": CALLER,
+        "alias": None,
+        "labels": None,
+        "descriptors": None,
+        "policy": "team",
+        "mode": "enforce",
+        "rule": "dollars",
+        "limit": 50,
+        "left": 4.5,
+        "unit": "dollars",
+        "used_percent": 91.0,
+        "open": False,
+        "reset_seconds": 7_200,
+        "refused": 3,
+        "commands": {"free": "loopguard grant --amount 5"},
+    }
     return {**row, **changes}
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_tightest_budgets_are_listed_below_the_loops(width: int, show: Show) -> None:
     total = {"callers": 2, "used_up": 0, "open_breakers": 1, "refused": 3}
-    rows = [make_budget(), make_budget(rule="circuit_breaker", open=True, reset_seconds=None, unit=None, mode="shadow")]
+    rows = [
+        make_budget(),
+        make_budget(
+            rule="circuit_breaker", open=True, reset_seconds=None, unit=None, mode="shadow"
+        ),
+    ]
     budgets = {"known": 2, "exist": True, "total": total, "budgets": rows}
 
     lines = show(make_report(*ROWS), width, budgets=budgets)
 
     place = lines.index("budgets of 2 callers: 0 used up, 3 refused, 1 open breaker")
     assert lines[place + 1].startswith("  open  team/circuit_breaker (shadow)")
-    assert lines[place + 2].startswith("  91 %  team/dollars  4.5 of 50 dollars left, full in 2h00m  3 refused")
+    assert lines[place + 2].startswith(
+        "  91 %  team/dollars  4.5 of 50 dollars left, full in 2h00m  3 refused"
+    )
     assert all(cell_len(line) <= width for line in lines)
-    assert "loopguard grant --amount 5 --admin URL" in show(make_report(*ROWS), 80, "--commands", budgets=budgets)
+    assert "loopguard grant --amount 5 --admin URL" in show(
+        make_report(*ROWS), 80, "--commands", budgets=budgets
+    )
 
 
 def test_unused_budgets_are_one_line(show: Show) -> None:
-    assert "budgets: nothing yet" in show(make_report(*ROWS), 80, budgets={"exist": True, "note": "nothing yet"})
+    assert "budgets: nothing yet" in show(
+        make_report(*ROWS), 80, budgets={"exist": True, "note": "nothing yet"}
+    )
     assert not [line for line in show(make_report(*ROWS), 80) if "budget" in line]
 
 
@@ -163,7 +251,10 @@ def test_failing_tool_and_orders_have_their_commands(show: Show) -> None:
         f"{stop['stop']} --admin URL",
         "",
         f"# search_the_web  {CALLER}",
-        "# order: allow by eve@laptop until 2026-11-03T03:14:00Z: incident 7 loopguard kill --caller x",
+        (
+            "# order: allow by eve@laptop until 2026-11-03T03:14:00Z: incident 7 loopguard kill "
+            "--caller x"
+        ),
     ]
 
 
@@ -176,7 +267,9 @@ def test_block_is_shown_despite_a_newer_allow(show: Show) -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "told"), [(0, "no loop in the last hour; 2 replicas"), (1, "none of 1 loop matches")], ids=["none", "none of one"]
+    ("known", "told"),
+    [(0, "no loop in the last hour; 2 replicas"), (1, "none of 1 loop matches")],
+    ids=["none", "none of one"],
 )
 def test_nothing_to_show_is_one_line(known: int, told: str, show: Show) -> None:
     lines = show({**make_report(), "known": known}, 80)
@@ -199,10 +292,18 @@ SHORT = [  # tokens and seconds, each with its short form
 def test_numbers_and_ages_are_short(show: Show) -> None:
     at = datetime.fromisoformat(AT)
     rows = [
-        make_row(cost_per_minute_usd=None, input_tokens_per_minute=tokens, first_seen=(at - timedelta(seconds=age)).isoformat())
+        make_row(
+            cost_per_minute_usd=None,
+            input_tokens_per_minute=tokens,
+            first_seen=(at - timedelta(seconds=age)).isoformat(),
+        )
         for tokens, _, age, _ in SHORT
     ]
 
-    lines = [line.split()[1:4] for line in show(make_report(*rows), 80) if line.startswith("search_the_web")]
+    lines = [
+        line.split()[1:4]
+        for line in show(make_report(*rows), 80)
+        if line.startswith("search_the_web")
+    ]
 
     assert lines == [[f"~{number}", "tok", age] for _, number, _, age in SHORT]

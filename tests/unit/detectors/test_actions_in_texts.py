@@ -33,7 +33,11 @@ SAME: dict[str, list[str]] = {
         '{"plan": "none"} and {"thought": "x", "name": "click", "arguments": {"index": 4}}',
     ],
     "commands": [
-        '{"analysis": "a", "plan": "b", "commands": [{"keystrokes": "ls\\n", "duration": 0.1}], "task_complete": false}',
+        (
+            '{"analysis": "a", "plan": "b", "commands": [{"keystrokes": "ls\\n", "duration": '
+            "0.1}], "
+            '"task_complete": false}'
+        ),
         '{"state": "other", "commands": [{"duration": 1e-1, "keystrokes": "ls\\n"}]}',
     ],
     "a command and what it is for": [
@@ -43,7 +47,10 @@ SAME: dict[str, list[str]] = {
     "tags": [
         f"I look.\n<execute_bash>{_LIST}</execute_bash>",
         f"<thinking>hm</thinking><execute_bash>{_LIST}</execute_bash> Done.",
-        f"<thought>hm\n<execute_bash>rm x</execute_bash></thought>\n<execute_bash>{_LIST}</execute_bash>",
+        (
+            "<thought>hm\n<execute_bash>rm "
+            f"x</execute_bash></thought>\n<execute_bash>{_LIST}</execute_bash>"
+        ),
     ],
     "tags around code": [
         "<write><path>README.md</path><content>\n```sh\nmake\n```\n</content></write>",

@@ -47,7 +47,9 @@ def meaning(value: Any) -> Any:  # noqa: ANN401  # any JSON value
 
 def compared(text: str | bytes, *ignored: str) -> bytes:
     data = text if isinstance(text, bytes) else text.encode()
-    found, _ = Canonical(LoopDetection(similarity="canonical", ignore_fields=list(ignored))).compare(Document(data))
+    found, _ = Canonical(
+        LoopDetection(similarity="canonical", ignore_fields=list(ignored))
+    ).compare(Document(data))
     assert found is not None
     return found
 
@@ -58,10 +60,15 @@ def leaves(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | in
         items = list(value.items())
     elif isinstance(value, list):
         items = list(enumerate(value))
-    return [leaf for step, item in items for leaf in leaves(item, (*place, step))] if items else [place]
+    return (
+        [leaf for step, item in items for leaf in leaves(item, (*place, step))]
+        if items
+        else [place]
+    )
 
 
-def replaced(value: Any, place: Sequence[str | int], by: Any) -> Any:  # noqa: ANN401  # any JSON value
+# Any JSON value
+def replaced(value: Any, place: Sequence[str | int], by: Any) -> Any:  # noqa: ANN401
     if not place:
         return by
     copy = value.copy()
@@ -74,7 +81,11 @@ def pointer(place: Sequence[str | int]) -> str:
 
 
 @given(VALUES, VALUES, st.data())
-def test_bodies_are_equal_exactly_if_their_meanings_are(one: Any, other: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON value
+def test_bodies_are_equal_exactly_if_their_meanings_are(
+    one: Any,  # noqa: ANN401  # any JSON value
+    other: Any,  # noqa: ANN401  # any JSON value
+    data: st.DataObject,
+) -> None:
     texts = [spelled(data.draw, value) for value in (one, other)]
 
     assert (compared(texts[0]) == compared(texts[1])) == (meaning(one) == meaning(other))
@@ -168,17 +179,38 @@ NOT_JSON = [
 ]
 
 
-_ESCAPES = ["\\ud83d", "\\uDE00", "\\ude00", "\\ud83e", "\\\\", "\\n", "\\u0061", "u", "d83d", "\u00e9"]
+_ESCAPES = [
+    "\\ud83d",
+    "\\uDE00",
+    "\\ude00",
+    "\\ud83e",
+    "\\\\",
+    "\\n",
+    "\\u0061",
+    "u",
+    "d83d",
+    "\u00e9",
+]
 
 
-@given(st.lists(st.sampled_from(_ESCAPES), max_size=8), st.lists(st.sampled_from(_ESCAPES), max_size=8))
+@given(
+    st.lists(st.sampled_from(_ESCAPES), max_size=8), st.lists(st.sampled_from(_ESCAPES), max_size=8)
+)
 def test_half_of_a_surrogate_pair_is_a_character(one: list[str], other: list[str]) -> None:
-    """JSON may hold them (RFC 8259, section 8.2). Texts are equal exactly if they are for Python."""
+    """JSON may hold them (RFC 8259, section 8.2).
+
+    Texts are equal exactly if they are for Python.
+    """
     texts = ['{"a":"' + "".join(pieces) + '"}' for pieces in (one, other)]
-    found = [Canonical(LoopDetection(similarity="canonical")).compare(Document(text.encode()))[0] for text in texts]
+    found = [
+        Canonical(LoopDetection(similarity="canonical")).compare(Document(text.encode()))[0]
+        for text in texts
+    ]
 
     for text, compared in zip(texts, found, strict=True):
-        if compared is None:  # behind an escaped backslash what looks like the first half of a pair is none
+        if (
+            compared is None
+        ):  # behind an escaped backslash what looks like the first half of a pair is none
             assert re.search(r"\\\\[uU]?d83[de]\\u[dD][eE]00", text), text
     if None not in found:
         assert (found[0] == found[1]) == (json.loads(texts[0]) == json.loads(texts[1]))
@@ -194,7 +226,14 @@ def test_body_that_is_not_json_has_no_canonical_form(data: bytes) -> None:
 
 
 def test_loop_in_other_spellings_is_refused() -> None:
-    service = make_service(policy("p", ANY, similarity="canonical", ignore_fields=["/metadata/request_id", "/messages/*/id"]))
+    service = make_service(
+        policy(
+            "p",
+            ANY,
+            similarity="canonical",
+            ignore_fields=["/metadata/request_id", "/messages/*/id"],
+        )
+    )
     bodies = [
         b'{"model":"m","messages":[{"id":"1","content":"hi"}],"metadata":{"request_id":"a"}}',
         b'{ "metadata": {}, "messages": [{"content": "\\u0068i", "id": "2"}], "model": "m" }',
@@ -202,7 +241,10 @@ def test_loop_in_other_spellings_is_refused() -> None:
         b'{"model":"m","messages":[{"content":"hi"}],"metadata":{"request_id":"c"}}',
     ]
 
-    answers = [decoded(exchange(service, headers(), body(data))[-1]).WhichOneof("response") for data in bodies]
+    answers = [
+        decoded(exchange(service, headers(), body(data))[-1]).WhichOneof("response")
+        for data in bodies
+    ]
 
     assert answers == ["request_body"] * 3 + ["immediate_response"]
     assert sample(service, "compared_exactly_total", policy="p") == 0
@@ -256,7 +298,9 @@ def test_pointer_ignores_exactly_its_place(value: Any, leaf: Any, data: st.DataO
     ignored = [pointer(place)] if place and "*" not in place else []
     other = replaced(value, changed, leaf)
 
-    same = compared(spelled(data.draw, value), *ignored) == compared(spelled(data.draw, other), *ignored)
+    same = compared(spelled(data.draw, value), *ignored) == compared(
+        spelled(data.draw, other), *ignored
+    )
 
     expected = meaning(value) == meaning(other) or (bool(ignored) and changed == place)
     assert same == expected
@@ -281,7 +325,10 @@ def test_ignoring_fields_does_not_change_the_document() -> None:
         (b"[" + b",".join([b"5"] * (MAX_STEPS + 1)) + b"]", True),
         (b"[" + b"[],     " * MAX_CONTAINERS + b"0]", False),
         (b"[" + b"[],     " * (MAX_CONTAINERS - 1) + b"0]", True),
-        (b"{" + b",".join(rb'"%d\\\\" :0' % number for number in range(MAX_MEMBERS + 1)) + b"}", False),
+        (
+            b"{" + b",".join(rb'"%d\\\\" :0' % number for number in range(MAX_MEMBERS + 1)) + b"}",
+            False,
+        ),
         (b"{" + b",".join(b'"%d":0' % number for number in range(MAX_MEMBERS)) + b"}", True),
         (b'"' + b"06:14:33 " * MAX_MEMBERS + b'"', True),
         (rb'"' + rb"\":0 " * (MAX_MEMBERS + 1) + b'"', True),
@@ -357,10 +404,20 @@ def test_memoryview_is_read_like_bytes(data: bytes) -> None:
 
 
 def test_members_of_wide_objects_are_sorted() -> None:
-    members = [(f"k{number:05d}", [0.5, 10**300, None, number]) for number in range(2_000)] + [("", True), ("\U0001f600", "é")]
-    given = [dict(members), dict(reversed(members)), dict(sorted(members, key=lambda member: member[0][::-1]))]
+    members = [(f"k{number:05d}", [0.5, 10**300, None, number]) for number in range(2_000)] + [
+        ("", True),
+        ("\U0001f600", "é"),
+    ]
+    given = [
+        dict(members),
+        dict(reversed(members)),
+        dict(sorted(members, key=lambda member: member[0][::-1])),
+    ]
 
-    spelled = {write_canonical(Document(json.dumps([{"a": [value]}, "b"]).encode()).value()) for value in given}
+    spelled = {
+        write_canonical(Document(json.dumps([{"a": [value]}, "b"]).encode()).value())
+        for value in given
+    }
 
     (one,) = spelled
     assert json.loads(one) == [{"a": [given[0]]}, "b"]

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]  # published without type information
+
+# Published without type information
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from extproc.detectors.causes import (
     MISSING_ARGUMENT,
@@ -33,7 +35,11 @@ Schema = dict[str, Any]
 
 SQL: Schema = {
     "type": "object",
-    "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}, "mode": {"type": "string", "enum": ["ro", "rw"]}},
+    "properties": {
+        "query": {"type": "string"},
+        "limit": {"type": "integer"},
+        "mode": {"type": "string", "enum": ["ro", "rw"]},
+    },
     "required": ["query"],
 }
 
@@ -42,19 +48,36 @@ DECLARE: dict[str, Callable[[dict[str, Schema]], Schema]] = {
     **dict.fromkeys(
         ("chat", "ollama"),
         lambda tools: {
-            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools.items()]
+            "tools": [
+                {"type": "function", "function": {"name": name, "parameters": schema}}
+                for name, schema in tools.items()
+            ]
         },
     ),
     "responses": lambda tools: {
-        "tools": [{"type": "function", "name": name, "parameters": schema} for name, schema in tools.items()]
+        "tools": [
+            {"type": "function", "name": name, "parameters": schema}
+            for name, schema in tools.items()
+        ]
     },
-    "anthropic": lambda tools: {"tools": [{"name": name, "input_schema": schema} for name, schema in tools.items()]},
+    "anthropic": lambda tools: {
+        "tools": [{"name": name, "input_schema": schema} for name, schema in tools.items()]
+    },
     "gemini": lambda tools: {
-        "tools": [{"functionDeclarations": [{"name": name, "parameters": schema} for name, schema in tools.items()]}]
+        "tools": [
+            {
+                "functionDeclarations": [
+                    {"name": name, "parameters": schema} for name, schema in tools.items()
+                ]
+            }
+        ]
     },
     "bedrock": lambda tools: {
         "toolConfig": {
-            "tools": [{"toolSpec": {"name": name, "inputSchema": {"json": schema}}} for name, schema in tools.items()]
+            "tools": [
+                {"toolSpec": {"name": name, "inputSchema": {"json": schema}}}
+                for name, schema in tools.items()
+            ]
         }
     },
 }
@@ -77,31 +100,54 @@ def explain(body: Schema) -> Cause:
     return cause
 
 
-INVALID, SPLIT = "Error: invalid arguments", "If the text is too long for one call, send it in parts."
+INVALID, SPLIT = (
+    "Error: invalid arguments",
+    "If the text is too long for one call, send it in parts.",
+)
 LEFT_OUT = "3 calls of execute_sql left out query, which is required."
-LETTERED = {"properties": {letter: {"type": "integer"} for letter in "abcdefghij"}, "required": list("abcdefghij")}
+LETTERED = {
+    "properties": {letter: {"type": "integer"} for letter in "abcdefghij"},
+    "required": list("abcdefghij"),
+}
 NEEDED = "3 calls of f left out a, b, c, d, e, f, g, h and 2 more, which are required."
 OUT = "HTTP 503 Service Unavailable"
 SLOW = "Command timed out after 120 seconds"
 SAME = "each time, and the same call will not change that."
 CUT_OFF = json.loads(
-    json.dumps(repeat(("execute_sql", {}), "Error: bad JSON", execute_sql=SQL)).replace('"{}"', r'"{\"query\": \"x"')
+    json.dumps(repeat(("execute_sql", {}), "Error: bad JSON", execute_sql=SQL)).replace(
+        '"{}"', r'"{\"query\": \"x"'
+    )
 )
-SERVED = [{"type": "mcp", "server_label": "x"}, {"type": "function", "name": "mine", "parameters": {}}]
-SPACE = {"tools": [{"type": "namespace", "name": "db", "tools": [{"type": "function", "name": "query", "parameters": SQL}]}]}
+SERVED = [
+    {"type": "mcp", "server_label": "x"},
+    {"type": "function", "name": "mine", "parameters": {}},
+]
+SPACE = {
+    "tools": [
+        {
+            "type": "namespace",
+            "name": "db",
+            "tools": [{"type": "function", "name": "query", "parameters": SQL}],
+        }
+    ]
+}
 MANY: Schema = {f"t{number}": {} for number in range(501)}
 FAILS = [
     Did((("look", {}),), ("all is well",)),
     Did((("fix", {"path": "a"}),), ("Error: read-only file system",)),
     Did((("wait", {}),), ("ok",)),
 ] * 4
-READS = [Did((("read", {"path": path}),), (f"text of {path}",)) for path in ("a.py", "b.py", "c.py")] * 3
+READS = [
+    Did((("read", {"path": path}),), (f"text of {path}",)) for path in ("a.py", "b.py", "c.py")
+] * 3
 WRONG: dict[str, dict[str, Any]] = {
     "query must be a string.": {"query": 1},
     "limit must be an integer.": {"query": "a", "limit": True},
     "mode must be ro or rw.": {"query": "a", "mode": "x"},
 }
-CERTAIN: list[Schema] = [  # of a schema that may allow the call; without any, a server may have the tool
+CERTAIN: list[
+    Schema
+] = [  # of a schema that may allow the call; without any, a server may have the tool
     {"execute_sql": SQL},
     {"execute_sql": {}},
     {"execute_sql": {"properties": 1, "required": {"query": 1}}},
@@ -117,7 +163,10 @@ LARGE: list[tuple[Schema, dict[str, Any]]] = [
     ({"execute_sql": {**SQL, "title": "a" * 66_000}}, {}),
     ({"execute_sql": SQL}, {"limit": "a" * 66_000}),
     ({"execute_sql": SQL}, {"limit": [[]] * 1_600}),
-    ({"execute_sql": {"additionalProperties": {"properties": {"b": {"type": "null"}}}}}, {"a" * 60_000: {"b": 1, "c": 2}}),
+    (
+        {"execute_sql": {"additionalProperties": {"properties": {"b": {"type": "null"}}}}},
+        {"a" * 60_000: {"b": 1, "c": 2}},
+    ),
 ]
 NO_LISTS: list[object] = ["x", 3, {"tools": 3}, [3], [{"name": 3}], [{"function": [1]}], [[[]]]]
 
@@ -135,13 +184,40 @@ CAUSES: dict[str, tuple[Schema, Cause]] = {
         f"{kind}, {api}": (repeat((name, given), result, api, execute_sql=SQL, read_file={}), cause)
         for api in sorted(DECLARE)
         for kind, name, given, result, cause in (
-            ("an argument left out", "execute_sql", {"limit": 3}, INVALID, Cause(MISSING_ARGUMENT, LEFT_OUT, "Add it.")),
-            ("all arguments left out", "execute_sql", {}, INVALID, Cause(MISSING_ARGUMENT, LEFT_OUT, f"Add it. {SPLIT}")),
-            ("a tool nearly right", "exec_sql", {}, "Unknown tool", unknown("exec_sql. Did you mean execute_sql?")),
-            ("an unknown tool", "foo", {}, "Unknown tool", unknown("foo. The tools are execute_sql and read_file.")),
+            (
+                "an argument left out",
+                "execute_sql",
+                {"limit": 3},
+                INVALID,
+                Cause(MISSING_ARGUMENT, LEFT_OUT, "Add it."),
+            ),
+            (
+                "all arguments left out",
+                "execute_sql",
+                {},
+                INVALID,
+                Cause(MISSING_ARGUMENT, LEFT_OUT, f"Add it. {SPLIT}"),
+            ),
+            (
+                "a tool nearly right",
+                "exec_sql",
+                {},
+                "Unknown tool",
+                unknown("exec_sql. Did you mean execute_sql?"),
+            ),
+            (
+                "an unknown tool",
+                "foo",
+                {},
+                "Unknown tool",
+                unknown("foo. The tools are execute_sql and read_file."),
+            ),
         )
     },
-    "many arguments left out": (repeat(("f", {}), INVALID, f=LETTERED), Cause(MISSING_ARGUMENT, NEEDED, "Add them.")),
+    "many arguments left out": (
+        repeat(("f", {}), INVALID, f=LETTERED),
+        Cause(MISSING_ARGUMENT, NEEDED, "Add them."),
+    ),
     **{
         said: (
             repeat(("execute_sql", given), INVALID, execute_sql=SQL),
@@ -151,7 +227,11 @@ CAUSES: dict[str, tuple[Schema, Cause]] = {
     },
     "arguments cut off": (
         CUT_OFF,
-        Cause(WRONG_ARGUMENT, "The arguments of execute_sql are cut off, so they are not valid JSON.", SPLIT),
+        Cause(
+            WRONG_ARGUMENT,
+            "The arguments of execute_sql are cut off, so they are not valid JSON.",
+            SPLIT,
+        ),
     ),
     **{
         f"a call that may be right {number}": (
@@ -161,31 +241,62 @@ CAUSES: dict[str, tuple[Schema, Cause]] = {
         for number, tools in enumerate(CERTAIN)
     },
     **{
-        f"too much to read {number}": (repeat(("execute_sql", given), INVALID, **tools), quote_error(INVALID))
+        f"too much to read {number}": (
+            repeat(("execute_sql", given), INVALID, **tools),
+            quote_error(INVALID),
+        )
         for number, (tools, given) in enumerate(LARGE)
     },
     **{
-        f"no list of tools {tools}": (repeat(("ls", {}), "Error: no") | {"tools": tools}, quote_error("Error: no"))
+        f"no list of tools {tools}": (
+            repeat(("ls", {}), "Error: no") | {"tools": tools},
+            quote_error("Error: no"),
+        )
         for tools in NO_LISTS
     },
-    "tools of a server": (repeat(("other", {}), "Error: no", "responses") | {"tools": SERVED}, quote_error("Error: no")),
-    "a tool of a namespace": (repeat(("query", {"query": "a"}), "Error: no", "responses") | SPACE, quote_error("Error: no")),
-    "none of a namespace": (repeat(("querry", {}), "Error: no", "responses") | SPACE, unknown("querry. Did you mean query?")),
-    "more tools than are read": (repeat(("t500", {}), "Error: no", **MANY), quote_error("Error: no")),
+    "tools of a server": (
+        repeat(("other", {}), "Error: no", "responses") | {"tools": SERVED},
+        quote_error("Error: no"),
+    ),
+    "a tool of a namespace": (
+        repeat(("query", {"query": "a"}), "Error: no", "responses") | SPACE,
+        quote_error("Error: no"),
+    ),
+    "none of a namespace": (
+        repeat(("querry", {}), "Error: no", "responses") | SPACE,
+        unknown("querry. Did you mean query?"),
+    ),
+    "more tools than are read": (
+        repeat(("t500", {}), "Error: no", **MANY),
+        quote_error("Error: no"),
+    ),
     "an outage, whatever the schema says": (
         repeat(("execute_sql", {}), OUT, execute_sql=SQL),
-        Cause(OUTAGE, f"The failure may be temporary: \u201c{OUT}\u201d.", "Wait before you try again, or finish without it."),
+        Cause(
+            OUTAGE,
+            f"The failure may be temporary: \u201c{OUT}\u201d.",
+            "Wait before you try again, or finish without it.",
+        ),
     ),
     "a timeout": (
         repeat(("run", {}), SLOW),
-        Cause(OUTAGE, f"It timed out: \u201c{SLOW}\u201d.", "Ask for less at once, allow it more time, or finish without it."),
+        Cause(
+            OUTAGE,
+            f"It timed out: \u201c{SLOW}\u201d.",
+            "Ask for less at once, allow it more time, or finish without it.",
+        ),
     ),
-    "the same result": (repeat(("ls", {}), "a.txt\nb.txt"), Cause(SAME_RESULT, f"The result was \u201ca.txt\u201d {SAME}")),
+    "the same result": (
+        repeat(("ls", {}), "a.txt\nb.txt"),
+        Cause(SAME_RESULT, f"The result was \u201ca.txt\u201d {SAME}"),
+    ),
     "no result": (repeat(("ls", {}), ""), Cause(SAME_RESULT, f"Nothing came back {SAME}")),
     **{
         f"a step that fails, {last} before the last": (
             SHAPES["chat"](FAILS[: 9 + last]),
-            Cause(SAME_ERROR, "In each round, fix failed: \u201cError: read-only file system\u201d."),
+            Cause(
+                SAME_ERROR, "In each round, fix failed: \u201cError: read-only file system\u201d."
+            ),
         )
         for last in range(3)
     },
@@ -210,11 +321,20 @@ def test_cause_of_a_loop_is_named(body: Schema, cause: Cause) -> None:
     [
         ("Traceback (most recent call last):\n  File 'a.py', line 1\nKeyError: 3", "KeyError: 3"),
         ('{\n "status": "error",\n "message": "File not found: a.txt"\n}', "File not found: a.txt"),
-        ("<stderr>\nls: cannot access 'x': No such file or directory", "ls: cannot access 'x': No such file or directory"),
+        (
+            "<stderr>\nls: cannot access 'x': No such file or directory",
+            "ls: cannot access 'x': No such file or directory",
+        ),
         ("```\nError: boom\n```", "Error: boom"),
-        ("Error:\n\nCode execution failed at line 3\nTry again.", "Error: Code execution failed at line 3"),
+        (
+            "Error:\n\nCode execution failed at line 3\nTry again.",
+            "Error: Code execution failed at line 3",
+        ),
         ("Exit code: 1\n\nSyntaxError: bad \u201cinput\u201d", "SyntaxError: bad  input"),
-        ("===== test session starts =====\n\nE   assert 1 == 2\n===== 1 failed in 0.1s =====", "1 failed in 0.1s ====="),
+        (
+            "===== test session starts =====\n\nE   assert 1 == 2\n===== 1 failed in 0.1s =====",
+            "1 failed in 0.1s =====",
+        ),
     ],
 )
 def test_line_that_names_the_error_is_quoted(result: str, quoted: str) -> None:
@@ -222,15 +342,32 @@ def test_line_that_names_the_error_is_quoted(result: str, quoted: str) -> None:
 
 
 Value = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
     max_leaves=9,
 )
-Wild = st.dictionaries(st.sampled_from(["type", "properties", "required", "enum", "nullable", "query"]), Value, max_size=5)
+Wild = st.dictionaries(
+    st.sampled_from(["type", "properties", "required", "enum", "nullable", "query"]),
+    Value,
+    max_size=5,
+)
 
 
-@given(st.sampled_from(sorted(DECLARE)), Wild, st.dictionaries(st.sampled_from(["query", "x"]), Value), st.text(max_size=50))
-def test_cause_is_bounded_for_any_schema(api: str, schema: Schema, arguments: dict[str, Any], result: str) -> None:
+@given(
+    st.sampled_from(sorted(DECLARE)),
+    Wild,
+    st.dictionaries(st.sampled_from(["query", "x"]), Value),
+    st.text(max_size=50),
+)
+def test_cause_is_bounded_for_any_schema(
+    api: str, schema: Schema, arguments: dict[str, Any], result: str
+) -> None:
     body = repeat(("execute_sql", arguments), f"Error: {result}", api, execute_sql=schema)
 
     assert len(explain(body).text) < 1_000
@@ -256,24 +393,57 @@ NODE: Schema = {**an_object({"name": TEXT, "child": {"$ref": "#/$defs/node"}}, "
 @pytest.mark.parametrize(
     ("schema", "arguments", "said"),
     [
-        (an_object({"filter": FILTER}), {"filter": {}}, "3 calls of search left out filter.date, which is required. Add it."),
-        (an_object({"filter": FILTER}), {"filter": "x"}, "In calls of search, filter must be an object."),
-        (an_object({"filter": FILTER}), {"filter": {"date": 1}}, "In calls of search, filter.date must be a string."),
+        (
+            an_object({"filter": FILTER}),
+            {"filter": {}},
+            "3 calls of search left out filter.date, which is required. Add it.",
+        ),
+        (
+            an_object({"filter": FILTER}),
+            {"filter": "x"},
+            "In calls of search, filter must be an object.",
+        ),
+        (
+            an_object({"filter": FILTER}),
+            {"filter": {"date": 1}},
+            "In calls of search, filter.date must be a string.",
+        ),
         (
             an_object({"rows": {"type": "array", "items": FILTER}}),
             {"rows": [{"date": "a"}, {"date": "a", "limit": 1.5}]},
             "In calls of search, 'rows[1].limit' must be an integer.",
         ),
-        (an_object({"q": {"type": ["string", "null"]}}), {"q": 1}, "In calls of search, q must be a string or null."),
-        (an_object({"q": {"anyOf": [TEXT, {"type": "null"}]}}), {"q": 1}, "In calls of search, q must be a string or null."),
-        (an_object({"q": {"oneOf": [{"enum": ["a"]}, {"const": "b"}]}}), {"q": "c"}, "In calls of search, q must be a or b."),
+        (
+            an_object({"q": {"type": ["string", "null"]}}),
+            {"q": 1},
+            "In calls of search, q must be a string or null.",
+        ),
+        (
+            an_object({"q": {"anyOf": [TEXT, {"type": "null"}]}}),
+            {"q": 1},
+            "In calls of search, q must be a string or null.",
+        ),
+        (
+            an_object({"q": {"oneOf": [{"enum": ["a"]}, {"const": "b"}]}}),
+            {"q": "c"},
+            "In calls of search, q must be a or b.",
+        ),
         (
             an_object({"q": {"anyOf": [FILTER, TEXT]}}),
             {"q": {"limit": 1}},
             "3 calls of search left out q.date, which is required. Add it.",
         ),
         (
-            an_object({"q": {"anyOf": [an_object({"a": TEXT, "b": TEXT}, "a"), an_object({"c": TEXT}, "b")]}}),
+            an_object(
+                {
+                    "q": {
+                        "anyOf": [
+                            an_object({"a": TEXT, "b": TEXT}, "a"),
+                            an_object({"c": TEXT}, "b"),
+                        ]
+                    }
+                }
+            ),
             {"q": {}},
             "3 calls of search left out q.a and q.b, one of which is required. Add one of them.",
         ),
@@ -282,7 +452,11 @@ NODE: Schema = {**an_object({"name": TEXT, "child": {"$ref": "#/$defs/node"}}, "
             {"q": {"limit": 1}},
             "In calls of search, q must be in one of the forms that its schema allows.",
         ),
-        (an_object({"q": {"allOf": [TEXT, {"enum": ["a"]}]}}), {"q": 1}, "In calls of search, q must be a string."),
+        (
+            an_object({"q": {"allOf": [TEXT, {"enum": ["a"]}]}}),
+            {"q": 1},
+            "In calls of search, q must be a string.",
+        ),
         (
             {"$ref": "#/$defs/all", "$defs": {"all": FILTER}},
             {"limit": 1},
@@ -303,23 +477,41 @@ NODE: Schema = {**an_object({"name": TEXT, "child": {"$ref": "#/$defs/node"}}, "
             {"q": "x"},
             "In calls of search, q must be a, b, c, d, e, f, g, h or 2 more.",
         ),
-        (an_object({"q": {"enum": [1, True, None]}}), {"q": False}, "In calls of search, q must be 1, true or null."),
+        (
+            an_object({"q": {"enum": [1, True, None]}}),
+            {"q": False},
+            "In calls of search, q must be 1, true or null.",
+        ),
         (
             CLOSED,
             {"query": "a", "maxResults": 3},
             "search takes no argument named maxResults. Did you mean max_results?",
         ),
-        (CLOSED, {"query": "a", "zzz": 3}, "search takes no argument named zzz. It takes query and max_results."),
-        (an_object({}, additionalProperties=False), {"a": 1}, "search takes no argument named a. It takes none."),
+        (
+            CLOSED,
+            {"query": "a", "zzz": 3},
+            "search takes no argument named zzz. It takes query and max_results.",
+        ),
+        (
+            an_object({}, additionalProperties=False),
+            {"a": 1},
+            "search takes no argument named a. It takes none.",
+        ),
         (
             an_object({"in": CLOSED}),
             {"in": {"query": "a", "x": 3}},
             "In calls of search, in takes no argument named x. It takes query and max_results.",
         ),
-        (an_object({}, additionalProperties=NUMBER), {"a": "x"}, "In calls of search, a must be an integer."),
+        (
+            an_object({}, additionalProperties=NUMBER),
+            {"a": "x"},
+            "In calls of search, a must be an integer.",
+        ),
     ],
 )
-def test_argument_a_schema_refuses_is_named_by_path(schema: Schema, arguments: dict[str, Any], said: str) -> None:
+def test_argument_a_schema_refuses_is_named_by_path(
+    schema: Schema, arguments: dict[str, Any], said: str
+) -> None:
     assert told(schema, arguments) == said
 
 
@@ -337,22 +529,44 @@ def test_argument_a_schema_refuses_is_named_by_path(schema: Schema, arguments: d
         (an_object({"q": TEXT}, "x", additionalProperties=False), {"q": "x"}),
         (an_object({"q": {"type": "integer"}}), {"q": 3.0}),
         (an_object({"q": {"enum": [1.5, 2]}}), {"q": 1}),
-        (an_object({"q": TEXT}, additionalProperties=False, patternProperties={"^x": {}}), {"q": "x", "x1": 1}),
+        (
+            an_object({"q": TEXT}, additionalProperties=False, patternProperties={"^x": {}}),
+            {"q": "x", "x1": 1},
+        ),
         (an_object({}, additionalProperties=False, allOf=[CLOSED]), {"query": "a"}),
-        (an_object({}, allOf=[CLOSED, an_object({"b": TEXT}, additionalProperties=False)]), {"query": "a", "b": "x"}),
+        (
+            an_object({}, allOf=[CLOSED, an_object({"b": TEXT}, additionalProperties=False)]),
+            {"query": "a", "b": "x"},
+        ),
         (an_object({"id": {"type": "string", "readOnly": True}}, "id"), {"x": 1}),
-        (an_object({"q": {"$id": "x", "$ref": "#/$defs/a", "$defs": {"a": NUMBER}}}, **{"$defs": {"a": TEXT}}), {"q": 1}),
-        (an_object({"q": {"type": "array", "prefixItems": [TEXT], "items": NUMBER}}), {"q": ["x", "y"]}),
+        (
+            an_object(
+                {"q": {"$id": "x", "$ref": "#/$defs/a", "$defs": {"a": NUMBER}}},
+                **{"$defs": {"a": TEXT}},
+            ),
+            {"q": 1},
+        ),
+        (
+            an_object({"q": {"type": "array", "prefixItems": [TEXT], "items": NUMBER}}),
+            {"q": ["x", "y"]},
+        ),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, {"q": 1}),
         ({"$ref": "#"}, {"q": 1}),
         ({"$ref": "#/$defs/none"}, {"q": 1}),
         ({"anyOf": [{"$ref": "#"}] * 9}, {"q": 1}),
-        (an_object({f"p{number}": {"anyOf": [TEXT] * 100} for number in range(100)}), {"p50": 1, "p99": 2}),
+        (
+            an_object({f"p{number}": {"anyOf": [TEXT] * 100} for number in range(100)}),
+            {"p50": 1, "p99": 2},
+        ),
     ],
 )
 def test_uncertain_fault_is_not_named(schema: Schema, arguments: dict[str, Any]) -> None:
     """A branch may accept it, the schema contradicts itself, refers elsewhere or to itself, or is too large."""
-    arguments = {**dict.fromkeys([f"p{number}" for number in range(50)], "x"), **arguments} if "p99" in arguments else arguments
+    arguments = (
+        {**dict.fromkeys([f"p{number}" for number in range(50)], "x"), **arguments}
+        if "p99" in arguments
+        else arguments
+    )
 
     assert not told(schema, arguments)
 
@@ -360,11 +574,22 @@ def test_uncertain_fault_is_not_named(schema: Schema, arguments: dict[str, Any])
 LETTERS = st.sampled_from("abc")
 Part = st.recursive(
     st.sampled_from(
-        [{}, TEXT, NUMBER, {"type": ["boolean", "null"]}, {"enum": ["a", 1, None]}, {"const": "a"}, {"$ref": "#/$defs/d"}]
+        [
+            {},
+            TEXT,
+            NUMBER,
+            {"type": ["boolean", "null"]},
+            {"enum": ["a", 1, None]},
+            {"const": "a"},
+            {"$ref": "#/$defs/d"},
+        ]
     ),
     lambda inner: (
         st.dictionaries(
-            st.sampled_from(["anyOf", "oneOf", "allOf"]), st.lists(inner, min_size=1, max_size=3), min_size=1, max_size=1
+            st.sampled_from(["anyOf", "oneOf", "allOf"]),
+            st.lists(inner, min_size=1, max_size=3),
+            min_size=1,
+            max_size=1,
         )
         | st.fixed_dictionaries(
             {
@@ -379,13 +604,17 @@ Part = st.recursive(
 )
 Given = st.recursive(
     st.sampled_from([None, True, 1, 1.5, "a", "b"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 @given(Part, Part, st.dictionaries(st.sampled_from("abcd"), Given, max_size=3))
-def test_named_fault_is_refused_by_a_validator(schema: Schema, shared: Schema, value: dict[str, Any]) -> None:
+def test_named_fault_is_refused_by_a_validator(
+    schema: Schema, shared: Schema, value: dict[str, Any]
+) -> None:
     """Compared with the reference implementation in Python."""
     whole = {**schema, "$defs": {"d": shared}}
     fault = find_fault(whole, Document(json.dumps(value).encode()).value())

@@ -28,7 +28,15 @@ def test_conversations_of_one_session_are_told_apart() -> None:
     stuck = [turn._replace(thought=f"Again, {place}.") for place, turn in enumerate([STUCK] * 3)]
     turns = [turn._replace(thought="I am 0.") for turn in start]
     cleared = [
-        encoded(as_chat([*turns, *[turn._replace(results=("[cleared]",)) for turn in stuck[:count]], stuck[count]]))
+        encoded(
+            as_chat(
+                [
+                    *turns,
+                    *[turn._replace(results=("[cleared]",)) for turn in stuck[:count]],
+                    stuck[count],
+                ]
+            )
+        )
         for count in range(3)
     ]
 
@@ -44,7 +52,9 @@ def test_anonymous_callers_have_no_chain() -> None:
 def test_callers_have_separate_chains() -> None:
     service = make_service(agents(session=None))
 
-    assert {send(service, encoded(as_chat([STUCK])), x_user_id=user) for user in ["ann", "bob"] * 4} == {200}
+    assert {
+        send(service, encoded(as_chat([STUCK])), x_user_id=user) for user in ["ann", "bob"] * 4
+    } == {200}
 
 
 def place(body: dict[str, Any]) -> ChainPlace:
@@ -70,14 +80,20 @@ def test_first_words_may_follow_the_first_turns() -> None:
 def test_parent_of_a_request_is_the_one_before(shape: str) -> None:
     """In every API; ids, thoughts, results and spellings make no difference."""
     turns = [Did((("run", {"a": turn, "b": [1, 2.5]}),), (f"r{turn}",)) for turn in range(4)]
-    again = [turn._replace(number=turn_number + 7, results=("other",)) for turn_number, turn in enumerate(turns)]
+    again = [
+        turn._replace(number=turn_number + 7, results=("other",))
+        for turn_number, turn in enumerate(turns)
+    ]
     places = [place(SHAPES[shape](turns[:count])) for count in range(5)]
 
     for earlier, later in pairwise(places):
         assert earlier.node in later.parents
         assert later.before == earlier.own
     assert places[4].node == place(SHAPES[shape](again)).node
-    assert places[4].node != place(SHAPES[shape]([*turns[:3], turns[3]._replace(calls=(("run", {"a": 9}),))])).node
+    assert (
+        places[4].node
+        != place(SHAPES[shape]([*turns[:3], turns[3]._replace(calls=(("run", {"a": 9}),))])).node
+    )
 
 
 def test_first_words_tell_conversations_apart() -> None:

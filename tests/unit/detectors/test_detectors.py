@@ -55,16 +55,23 @@ def with_spec(made: dict[str, Any], **spec: object) -> dict[str, Any]:
 
 
 def chat(*texts: str, **more: object) -> bytes:
-    return encoded({"model": "m", "messages": [{"role": "user", "content": text} for text in texts], **more})
+    return encoded(
+        {"model": "m", "messages": [{"role": "user", "content": text} for text in texts], **more}
+    )
 
 
-def composites(*policies: Mapping[str, Any], data: bytes, request: HttpRequest | None = None) -> list[str]:
+def composites(
+    *policies: Mapping[str, Any], data: bytes, request: HttpRequest | None = None
+) -> list[str]:
     """What is fingerprinted, after the checksum of the body."""
     candidates = looked_into(make_engine(*policies), data, request).enforcing.active
-    return [entry.composite.split("|", 4)[4] for entry in candidates if isinstance(entry, LoopGuard)]
+    return [
+        entry.composite.split("|", 4)[4] for entry in candidates if isinstance(entry, LoopGuard)
+    ]
 
 
-def sent(service: Service, data: bytes, *, times: int = 1, **more: Any) -> Any:  # noqa: ANN401  # a ProcessingResponse
+# A ProcessingResponse
+def sent(service: Service, data: bytes, *, times: int = 1, **more: Any) -> Any:  # noqa: ANN401
     """The answer to the last of several requests with a buffered body."""
     return repeat(service, headers(**more), body(data), times=times)
 
@@ -78,7 +85,10 @@ def status(answer: Any) -> int:  # noqa: ANN401  # a ProcessingResponse
     ("more", "key"),
     [
         ({}, "loop:live:default:sliding_ttl:edge:fedb6c17bd4d262b:80d16e9996c49b4d14c83bb7"),
-        ({"window_type": "sliding_log"}, "loop:live:default:sliding_log:edge:fedb6c17bd4d262b:80d16e9996c49b4d14c83bb7"),
+        (
+            {"window_type": "sliding_log"},
+            "loop:live:default:sliding_log:edge:fedb6c17bd4d262b:80d16e9996c49b4d14c83bb7",
+        ),
         (
             {"window_type": "fixed", "body": "ignore", "mode": "shadow"},
             "shadow:loop:live:default:fixed:edge:fedb6c17bd4d262b:519817a725d00879253d4c98",
@@ -117,7 +127,9 @@ def test_each_detector_has_its_own_keys() -> None:
             strict=True,
         )
     ]
-    assert len({key.rpartition(":")[2] for key in found[:2]}) == 1  # the fingerprint is what is compared
+    assert (
+        len({key.rpartition(":")[2] for key in found[:2]}) == 1
+    )  # the fingerprint is what is compared
     assert len(set(found)) == 6
 
 
@@ -134,14 +146,30 @@ def test_strictest_detector_of_a_policy_wins() -> None:
     answers = [sent(service, b"x") for _ in range(5)]
 
     assert [status(answer) for answer in answers] == [0, 0, 0, 0, 429]
-    assert [metadata_of(answer).get("action") for answer in answers] == [None, None, "warn", "throttle", "reject"]
-    assert [metadata_of(answer).get("detector") for answer in answers[2:]] == ["exact", "slow", "hard"]
-    assert [metadata_of(answer).get("warning") for answer in answers[2:]] == ["loop_warn", "loop_warn", None]
+    assert [metadata_of(answer).get("action") for answer in answers] == [
+        None,
+        None,
+        "warn",
+        "throttle",
+        "reject",
+    ]
+    assert [metadata_of(answer).get("detector") for answer in answers[2:]] == [
+        "exact",
+        "slow",
+        "hard",
+    ]
+    assert [metadata_of(answer).get("warning") for answer in answers[2:]] == [
+        "loop_warn",
+        "loop_warn",
+        None,
+    ]
     assert headers_of(answers[4])["x-loopguard-count"] == "5"
 
 
 def test_metrics_count_policies_and_detectors_apart() -> None:
-    service = make_service(several("p", {"action": "warn"}, CANONICAL, TAIL | {"threshold_identical_requests": 9}))
+    service = make_service(
+        several("p", {"action": "warn"}, CANONICAL, TAIL | {"threshold_identical_requests": 9})
+    )
 
     sent(service, chat("hi"), times=3)
 
@@ -151,7 +179,13 @@ def test_metrics_count_policies_and_detectors_apart() -> None:
     assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject") == 1
     found = {
         (name, action): sample(
-            service, "detections_total", policy="p", detector=name, mode="enforce", action=action, strength=""
+            service,
+            "detections_total",
+            policy="p",
+            detector=name,
+            mode="enforce",
+            action=action,
+            strength="",
         )
         for name, action in (("exact", "warn"), ("canonical", "reject"), ("tail", "reject"))
     }
@@ -164,8 +198,12 @@ def test_detection_is_logged_with_its_detector(caplog: pytest.LogCaptureFixture)
 
     sent(service, looping(3), times=3)
 
-    lines = [vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING]
-    assert [(line["detector"], line["action"]) for line in lines] == [("tool_calls", "reject")] * 2 + [("exact", "warn")]
+    lines = [
+        vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING
+    ]
+    assert [(line["detector"], line["action"]) for line in lines] == [
+        ("tool_calls", "reject")
+    ] * 2 + [("exact", "warn")]
 
 
 def test_metadata_names_one_of_several_detectors() -> None:
@@ -246,16 +284,34 @@ def fractions(number: int) -> str:
         ([{"pathExact": "/a", "pathPrefix": "/b/"}], HttpRequest("GET", "/a"), True),
         ([{"pathExact": "/a", "pathPrefix": "/b/"}], HttpRequest("GET", "/b/c"), True),
         ([{"pathExact": "/a", "pathPrefix": "/b/"}], HttpRequest("GET", "/c"), False),
-        ([{"header": "x-a", "methods": ["GET"], "pathPrefix": "/"}], HttpRequest("GET", "/", "h", {"x-a": b"1"}), True),
-        ([{"header": "x-a", "methods": ["GET"], "pathPrefix": "/"}], HttpRequest("GET", "/"), False),
-        ([{"header": "x-a", "methods": ["GET"], "pathPrefix": "/"}], HttpRequest("PUT", "/", "h", {"x-a": b"1"}), False),
-        ([{"header": "x-a", "methods": ["GET"], "pathPrefix": "/b"}], HttpRequest("GET", "/", "h", {"x-a": b"1"}), False),
+        (
+            [{"header": "x-a", "methods": ["GET"], "pathPrefix": "/"}],
+            HttpRequest("GET", "/", "h", {"x-a": b"1"}),
+            True,
+        ),
+        (
+            [{"header": "x-a", "methods": ["GET"], "pathPrefix": "/"}],
+            HttpRequest("GET", "/"),
+            False,
+        ),
+        (
+            [{"header": "x-a", "methods": ["GET"], "pathPrefix": "/"}],
+            HttpRequest("PUT", "/", "h", {"x-a": b"1"}),
+            False,
+        ),
+        (
+            [{"header": "x-a", "methods": ["GET"], "pathPrefix": "/b"}],
+            HttpRequest("GET", "/", "h", {"x-a": b"1"}),
+            False,
+        ),
         ([{"header": "x-a"}, {"header": "x-b"}], post(x_b="1"), True),  # any entry
         ([{"header": "x-a"}, {"header": "x-b"}], post(x_c="1"), False),
         ([], post(x_a="1"), False),
     ],
-)  # fmt: skip
-def test_bypass_needs_all_fields_of_an_entry(entries: list[dict[str, Any]], request_: HttpRequest, bypassed: bool) -> None:
+)
+def test_bypass_needs_all_fields_of_an_entry(
+    entries: list[dict[str, Any]], request_: HttpRequest, bypassed: bool
+) -> None:
     """A request that has everything that an entry names is not counted."""
     check = make_engine(with_spec(policy("p", ANY), bypass=entries)).prepare(request_)
     assert check is not None
@@ -276,7 +332,10 @@ def test_bypassed_request_ends_with_its_headers() -> None:
 
 def test_bypass_goes_before_descriptors() -> None:
     engine = make_engine(
-        with_spec(policy("p", ANY, limit_keys=["jwt:org"], missing_descriptor="skip"), bypass=[{"methods": ["GET"]}])
+        with_spec(
+            policy("p", ANY, limit_keys=["jwt:org"], missing_descriptor="skip"),
+            bypass=[{"methods": ["GET"]}],
+        )
     )
 
     check = engine.prepare(HttpRequest("GET", "/" + "x" * 70_000))
@@ -324,8 +383,10 @@ def test_bypass_goes_before_descriptors() -> None:
         ("body:/a=b|c", {"a=b|c": "v"}, "/a%3Db%7Cc=v"),
         ("body:/x", {"x": "\u00e9\U0001f600\n"}, "/x=\u00e9\U0001f600\n"),
     ],
-)  # fmt: skip
-def test_body_descriptor_is_a_scalar_found_by_pointer(key: str, value: object, expected: str) -> None:
+)
+def test_body_descriptor_is_a_scalar_found_by_pointer(
+    key: str, value: object, expected: str
+) -> None:
     """Anything but a scalar is missing; the other descriptors are used then."""
     made = policy("p", ANY, limit_keys=[key, "header:x-a"])
 
@@ -338,7 +399,11 @@ def test_keys_of_one_name_are_told_apart() -> None:
     keys_ = ["header:user", "query:user", "body:/user", "body:/User"]
     request = HttpRequest("POST", "/?user=q", "host", {"user": b"h"})
 
-    (found,) = composites(policy("p", ANY, limit_keys=keys_), data=encoded({"user": "b", "User": "B"}), request=request)
+    (found,) = composites(
+        policy("p", ANY, limit_keys=keys_),
+        data=encoded({"user": "b", "User": "B"}),
+        request=request,
+    )
 
     assert found == "body:/User=B|body:/user=b|header:user=h|query:user=q"
 
@@ -348,7 +413,10 @@ def test_ignored_body_is_awaited_if_it_names_callers() -> None:
 
     first = exchange(service, headers(), body(encoded({"user": "ann", "n": 1})))
     answers = [status(sent(service, encoded({"user": "ann", "n": number}))) for number in range(2)]
-    unknown = [exchange(service, headers(content_type="application/grpc", te="trailers"))[-1] for _ in range(4)]
+    unknown = [
+        exchange(service, headers(content_type="application/grpc", te="trailers"))[-1]
+        for _ in range(4)
+    ]
 
     assert [reply.done for reply in first] == [False, True]
     assert answers == [0, 429]
@@ -365,7 +433,9 @@ def test_keys_of_rules_may_be_in_the_body() -> None:
     }
     made = with_spec(policy("p", ANY, limit_keys=["header:x-a"]), rules=[rule])
 
-    assert composites(made, data=encoded({"model": "m"}), request=post(x_a="1")) == ["/model=m|x-a=1"]
+    assert composites(made, data=encoded({"model": "m"}), request=post(x_a="1")) == [
+        "/model=m|x-a=1"
+    ]
 
 
 def _cycle(times: int) -> bytes:
@@ -405,7 +475,10 @@ CALLING: dict[str, tuple[dict[str, Any], list[Attempt]]] = {
         {"window_calls": 4},
         [(_cycle(3), 0, "reject", None), (_cycle(2), 1, "reject", 59)],
     ),
-    "a window means nothing": ({"cooldown_seconds": 0, "window_seconds": 30}, [(looping(3), 0, "reject", None)]),
+    "a window means nothing": (
+        {"cooldown_seconds": 0, "window_seconds": 30},
+        [(looping(3), 0, "reject", None)],
+    ),
 }
 
 
@@ -415,7 +488,10 @@ def test_loop_of_calls_starts_a_cooldown(loop: dict[str, Any], attempts: list[At
 
     outcomes = [guard.judge(data, now) for data, now, _, _ in attempts]
 
-    found = [(each.action.value, each.retry_after if each.action is Action.REJECT else None) for each in outcomes]
+    found = [
+        (each.action.value, each.retry_after if each.action is Action.REJECT else None)
+        for each in outcomes
+    ]
     assert found == [(action, retry_after) for _, _, action, retry_after in attempts]
 
 
@@ -452,15 +528,30 @@ class _Raising(Similarity):
 
 
 @pytest.mark.sources  # compiled classes have no interpreted subclasses
-@pytest.mark.parametrize(("mode", "reason"), [("enforce", "internal_error"), ("shadow", "shadow_error")])
-def test_failing_detector_stops_no_other(mode: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("enforce", "internal_error"), ("shadow", "shadow_error")]
+)
+def test_failing_detector_stops_no_other(
+    mode: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     service = make_service(with_spec(several("bad", TAIL, {}), mode=mode), policy("good", ANY))
     service.engine.plans[0].detectors[0].similarity = _Raising(LoopDetection())
 
     answers = [status(sent(service, chat("hi"))) for _ in range(3)]
 
     assert answers == [0, 0, 429]
-    assert sample(service, "detections_total", policy="bad", detector="exact", mode=mode, action="reject", strength="") == 1
+    assert (
+        sample(
+            service,
+            "detections_total",
+            policy="bad",
+            detector="exact",
+            mode=mode,
+            action="reject",
+            strength="",
+        )
+        == 1
+    )
     assert sample(service, "fail_open_total", reason=reason) == 3
     assert "failed" in caplog.text
 
@@ -475,7 +566,12 @@ GRPC = {"content_type": "application/grpc", "te": "trailers"}
         (GRPC | {"content_length": "8"}, b"\0\0\0\0\3abc", 415, "grpc"),
         ({"upgrade": "websocket"}, b"", 415, "upgrade"),
         ({"content_encoding": "gzip"}, b"not gzip", 415, "content_encoding"),
-        ({"content_encoding": "gzip"}, gzip.compress(b" " * 2_000_000, mtime=0), 413, "inspect_limit"),
+        (
+            {"content_encoding": "gzip"},
+            gzip.compress(b" " * 2_000_000, mtime=0),
+            413,
+            "inspect_limit",
+        ),
         ({}, b'{"messages": [' + b" " * 2_000_000 + b"]}", 413, "inspect_limit"),
         ({}, b'{"messages": [NaN]}', 400, "not_json"),
         ({}, b"{}", 400, "no_messages"),
@@ -484,18 +580,28 @@ GRPC = {"content_type": "application/grpc", "te": "trailers"}
         ({"x_team": "t" * 9_000}, chat("hi"), 400, "descriptor_too_long"),
     ],
 )
-def test_uncountable_reject_refuses_uncountable_requests(more: dict[str, Any], data: bytes, code: int, why: str) -> None:
+def test_uncountable_reject_refuses_uncountable_requests(
+    more: dict[str, Any], data: bytes, code: int, why: str
+) -> None:
     """By default it passes, and so it does in shadow."""
     strict, lenient, shadow = (
         with_spec(policy("p", ANY, limit_keys=["header:x-team"], **TAIL), **spec)
         for spec in ({"uncountable": "reject"}, {}, {"uncountable": "reject", "mode": "shadow"})
     )
-    given: dict[str, Any] = {name: value for name, value in ({"x_team": "a"} | more).items() if value is not None}
+    given: dict[str, Any] = {
+        name: value for name, value in ({"x_team": "a"} | more).items() if value is not None
+    }
 
-    answers = [exchange(make_service(made), headers(**given), body(data))[-1] for made in (strict, lenient, shadow)]
+    answers = [
+        exchange(make_service(made), headers(**given), body(data))[-1]
+        for made in (strict, lenient, shadow)
+    ]
     refusal, *passed = map(decoded, answers)
 
-    assert (refusal.immediate_response.status.code, refusal.immediate_response.details) == (code, "uncountable")
+    assert (refusal.immediate_response.status.code, refusal.immediate_response.details) == (
+        code,
+        "uncountable",
+    )
     assert headers_of(refusal)["x-should-retry"] == "false"
     told = refusal.immediate_response.body
     if why == "grpc":  # whose message is text
@@ -581,7 +687,12 @@ COUNTED: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, 
         )
         for data in (b"{}", b'{"user": null}', b'{"user": {}}', b"not JSON", b"")
     },
-    "the longest name of a caller": ([policy("p", ANY, **_BY_USER)], [({}, encoded({"user": "x" * 8_192}))] * 3, _REFUSE, {}),
+    "the longest name of a caller": (
+        [policy("p", ANY, **_BY_USER)],
+        [({}, encoded({"user": "x" * 8_192}))] * 3,
+        _REFUSE,
+        {},
+    ),
     "a name that is longer": (
         [policy("p", ANY, **_BY_USER)],
         [({}, encoded({"user": "x" * 8_193}))] * 3,
@@ -589,7 +700,12 @@ COUNTED: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, 
         {"descriptor_too_long": 3},
     ),
     **{
-        f"an impossible length, {digit}...": ([policy("p", ANY)], [({"content_length": digit * times}, b"x")] * 3, _REFUSE, {})
+        f"an impossible length, {digit}...": (
+            [policy("p", ANY)],
+            [({"content_length": digit * times}, b"x")] * 3,
+            _REFUSE,
+            {},
+        )
         for digit, times in (("7", 700), ("9", 5_000))
     },
     "a bypass of the policy beside": (
@@ -616,7 +732,12 @@ COUNTED: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, 
         )
         for data in (b'{"user": "ann", "a": ' + _FRACTIONS + b"}", b"[" * 300_000)
     },
-    "JSON that claims to be gRPC": ([policy("p", ANY, **TAIL)], [({"content_type": "application/grpc"}, _HI)] * 3, _REFUSE, {}),
+    "JSON that claims to be gRPC": (
+        [policy("p", ANY, **TAIL)],
+        [({"content_type": "application/grpc"}, _HI)] * 3,
+        _REFUSE,
+        {},
+    ),
     "JSON that claims to be gRPC of another length": (
         [policy("p", ANY, **TAIL)],
         [(GRPC | {"content_length": "100"}, _HI)] * 3,
@@ -638,9 +759,14 @@ COUNTED: dict[str, tuple[list[dict[str, Any]], list[Sent], list[int], dict[str, 
 }
 
 
-@pytest.mark.parametrize(("policies", "requests", "statuses", "left_out"), COUNTED.values(), ids=COUNTED)
+@pytest.mark.parametrize(
+    ("policies", "requests", "statuses", "left_out"), COUNTED.values(), ids=COUNTED
+)
 def test_requests_are_counted_or_uncounted(
-    policies: list[dict[str, Any]], requests: list[Sent], statuses: list[int], left_out: dict[str, float]
+    policies: list[dict[str, Any]],
+    requests: list[Sent],
+    statuses: list[int],
+    left_out: dict[str, float],
 ) -> None:
     service = make_service(*policies)
 
@@ -654,7 +780,11 @@ TRAILERS = ProcessingRequest(request_trailers=HttpTrailers())
 def in_chunks(data: bytes, size: int) -> list[ProcessingRequest]:
     """A streamed body in chunks, the last of which ends the stream."""
     cut = [data[place : place + size] for place in range(0, len(data), size)]
-    return [headers(mode="STREAMED"), *(body(chunk, end=False) for chunk in cut[:-1]), body(cut[-1])]
+    return [
+        headers(mode="STREAMED"),
+        *(body(chunk, end=False) for chunk in cut[:-1]),
+        body(cut[-1]),
+    ]
 
 
 @pytest.mark.parametrize("loop", [{}, CALLS])
@@ -685,7 +815,12 @@ def test_trailers_end_a_streamed_body() -> None:
     """If trailers follow, the last chunk does not say that it is the last."""
     service = make_service(policy("p", ANY, **TAIL))
     data = chat("hi")
-    messages = [headers(mode="STREAMED"), body(data[:9], end=False), body(data[9:], end=False), TRAILERS]
+    messages = [
+        headers(mode="STREAMED"),
+        body(data[:9], end=False),
+        body(data[9:], end=False),
+        TRAILERS,
+    ]
 
     answers = [status(decoded(exchange(service, *messages)[-1])) for _ in range(3)]
 
@@ -766,13 +901,17 @@ ENDS: dict[str, Callable[[Service, Stream], object]] = {
     "the client leaves": lambda *_: None,
     "the body ends": lambda _, stream: receive(stream, body(b"}")),
     "trailers end it": lambda _, stream: receive(stream, TRAILERS),
-    "the upstream answers early": lambda _, stream: receive(stream, ProcessingRequest(response_headers=HttpHeaders())),
+    "the upstream answers early": lambda _, stream: receive(
+        stream, ProcessingRequest(response_headers=HttpHeaders())
+    ),
     "another stream needs its place": lambda service, _: Stream(service).close(),
     "the server stops": lambda service, _: service.release(),
     "the server stops and more comes": _stopped,
     "the peer breaks the protocol": _garbage,
     "a bug": _bug,
-    "the body grows past the limit": lambda _, stream: receive(stream, body(b"x" * 2**20, end=False)),
+    "the body grows past the limit": lambda _, stream: receive(
+        stream, body(b"x" * 2**20, end=False)
+    ),
 }
 
 
@@ -795,9 +934,18 @@ SECRET = "hunter2"
 
 
 @pytest.mark.parametrize(
-    "loop", [{}, CANONICAL, TAIL, CALLS, CALLS | {"cooldown_seconds": 60, "tools": {"*": {"threshold": 2}}}]
+    "loop",
+    [
+        {},
+        CANONICAL,
+        TAIL,
+        CALLS,
+        CALLS | {"cooldown_seconds": 60, "tools": {"*": {"threshold": 2}}},
+    ],
 )
-def test_contents_of_bodies_are_never_logged_or_measured(loop: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_contents_of_bodies_are_never_logged_or_measured(
+    loop: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     from prometheus_client import generate_latest
 
     caplog.set_level(logging.DEBUG)
@@ -810,9 +958,14 @@ def test_contents_of_bodies_are_never_logged_or_measured(loop: dict[str, Any], c
 
     answers = [sent(service, data) for data in bodies for _ in range(4)]
 
-    told = [str(metadata_of(answer)) + str(headers_of(answer)) + answer.immediate_response.body.decode() for answer in answers]
+    told = [
+        str(metadata_of(answer)) + str(headers_of(answer)) + answer.immediate_response.body.decode()
+        for answer in answers
+    ]
     assert any(status(answer) == 429 for answer in answers)
-    assert SECRET not in caplog.text + str([vars(record) for record in caplog.records]) + "".join(told)
+    assert SECRET not in caplog.text + str([vars(record) for record in caplog.records]) + "".join(
+        told
+    )
     assert SECRET not in generate_latest(service.metrics.registry).decode()
 
 
@@ -820,7 +973,10 @@ def test_shadow_policy_delays_no_decision_on_headers() -> None:
     live = policy("e", ANY, body="ignore")
     alone, beside = make_service(live), make_service(live, policy("s", ANY, mode="shadow", **TAIL))
 
-    verdicts = [[status(decoded(exchange(service, headers(path="/same"))[0])) for _ in range(4)] for service in (alone, beside)]
+    verdicts = [
+        [status(decoded(exchange(service, headers(path="/same"))[0])) for _ in range(4)]
+        for service in (alone, beside)
+    ]
 
     assert verdicts == [[0, 0, 429, 429]] * 2
     assert list_uncounted(beside) == {"aborted": 2, "decided_before": 2}
@@ -828,7 +984,8 @@ def test_shadow_policy_delays_no_decision_on_headers() -> None:
 
 def test_shadow_policy_gets_body_after_live_decision() -> None:
     service = make_service(
-        policy("e", ANY, body="ignore", threshold_identical_requests=9), policy("s", ANY, mode="shadow", **TAIL)
+        policy("e", ANY, body="ignore", threshold_identical_requests=9),
+        policy("s", ANY, mode="shadow", **TAIL),
     )
 
     for _ in range(3):
@@ -842,7 +999,11 @@ def test_shadow_policy_gets_body_after_live_decision() -> None:
 @pytest.mark.parametrize("similarity", sorted(KINDS.keys() - {"exact"}))
 def test_each_similarity_names_what_repeats(similarity: str) -> None:
     kind = KINDS[similarity]
-    own = [name for name in ("name_repeated", "advise") if getattr(kind, name) is not getattr(Similarity, name)]
+    own = [
+        name
+        for name in ("name_repeated", "advise")
+        if getattr(kind, name) is not getattr(Similarity, name)
+    ]
 
     assert own or similarity == "mcp"  # the subject of a call says it: `McpCall`
     assert f"\n## `{similarity}`\n" in (ROOT / "docs" / "detectors.md").read_text()

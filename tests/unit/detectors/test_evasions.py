@@ -20,16 +20,28 @@ def find_first(turns: list[Did], threshold: int) -> int:
     """The first turn, from 1 on, with which these are a loop; 0 if none is."""
     rule = TurnRule(ToolLimits(threshold))
     for end in range(1, len(turns) + 1):
-        if rule.find_loop(rule.read(Document(json.dumps(as_chat(turns[:end])).encode()))) is not None:
+        if (
+            rule.find_loop(rule.read(Document(json.dumps(as_chat(turns[:end])).encode())))
+            is not None
+        ):
             return end
     return 0
 
 
 def test_documentation_lists_changes_that_hide_a_loop() -> None:
-    hides = [name for name, write in EVASIONS.items() if not find_first([write(number) for number in range(TURNS)], 3)]
+    hides = [
+        name
+        for name, write in EVASIONS.items()
+        if not find_first([write(number) for number in range(TURNS)], 3)
+    ]
 
     assert "These differences do" in _PAGE.read_text()
-    listed = _PAGE.read_text().partition("These differences do")[2].partition("\n\n")[2].partition("\n\n")[0]
+    listed = (
+        _PAGE.read_text()
+        .partition("These differences do")[2]
+        .partition("\n\n")[2]
+        .partition("\n\n")[0]
+    )
     assert listed.splitlines() == [f"- {name}" for name in hides]
 
 

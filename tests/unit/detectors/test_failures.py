@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.detectors.alike import leave_out_numbers
-from extproc.detectors.failures import FATAL, MISSING, NO_FAILURE, TRANSIENT, find_complaint, is_error, read_failure
+from extproc.detectors.failures import (
+    FATAL,
+    MISSING,
+    NO_FAILURE,
+    TRANSIENT,
+    find_complaint,
+    is_error,
+    read_failure,
+)
 from tests.support.exact import load_exact
 from tests.support.tool_results import TOOL_RESULTS
 
@@ -143,23 +151,58 @@ OF_FRAMEWORKS = {
     "Error: search is not a valid tool, try one of [find, read].": FATAL,
     "Execution error in search: boom": FATAL,
     "Validation error: 1 validation error for Report\nname\n  Field required": FATAL,
-    "Validation Error found:\n1 validation error for Report\nRecall the function correctly, fix the errors": FATAL,
+    (
+        "Validation Error found:\n1 validation error for Report\nRecall the function correctly, "
+        "fix "
+        "the errors"
+    ): FATAL,
     "Error when executing tool search with arguments {'q': 'x'}: boom": FATAL,
     "Code execution failed at line 'x = 1/0' due to: ZeroDivisionError: division by zero": FATAL,
     "Code parsing failed on line 1 due to: SyntaxError": FATAL,
-    "Error:\nCode execution failed at line 'x'\nNow let's retry: take care not to repeat previous errors!": FATAL,
+    (
+        "Error:\nCode execution failed at line 'x'\nNow let's retry: take care not to repeat "
+        "previous "
+        "errors!"
+    ): FATAL,
     "Task failed with exception": FATAL,
 }
 
 PASSING = [
-    *("[Errno 111] Connection refused", "[Errno 110] Connection timed out", "HTTP 503", "HTTP 429", "HTTP/1.1 503"),
-    *("Encountered error: 429 Too Many Requests", "Execution error in search: the request timed out"),
-    *("Error: ToolException('rate limit exceeded')", "HTTP 502 Bad Gateway", "The server returned HTTP 503"),
+    *(
+        "[Errno 111] Connection refused",
+        "[Errno 110] Connection timed out",
+        "HTTP 503",
+        "HTTP 429",
+        "HTTP/1.1 503",
+    ),
+    *(
+        "Encountered error: 429 Too Many Requests",
+        "Execution error in search: the request timed out",
+    ),
+    *(
+        "Error: ToolException('rate limit exceeded')",
+        "HTTP 502 Bad Gateway",
+        "The server returned HTTP 503",
+    ),
 ]
 
 ABOUT_ERRORS = [
-    *("0 errors", "no error", "No errors found.", "errors: 0", "0 validation errors for Report", "No validation errors"),
-    *("[Errno 0] Success", "[Errno 2] is the code for ENOENT.", "HTTP 200", "HTTP/1.1 200", "HTTP/2 304", "HTTP 4040"),
+    *(
+        "0 errors",
+        "no error",
+        "No errors found.",
+        "errors: 0",
+        "0 validation errors for Report",
+        "No validation errors",
+    ),
+    *(
+        "[Errno 0] Success",
+        "[Errno 2] is the code for ENOENT.",
+        "HTTP 200",
+        "HTTP/1.1 200",
+        "HTTP/2 304",
+        "HTTP 4040",
+    ),
     *(
         "HTTP 404 is returned when the page does not exist.",
         "HTTP 404 means that the page was not found.",
@@ -212,7 +255,10 @@ ABOUT_ERRORS = [
         ("The command timed out.", TRANSIENT),
         ("Error: temporarily unavailable", TRANSIENT),
         ("Busy. Please try again later.", TRANSIENT),
-        ("An error occurred while running the tool. Please try again.", FATAL),  # of openai-agents, whatever has failed
+        (
+            "An error occurred while running the tool. Please try again.",
+            FATAL,
+        ),  # of openai-agents, whatever has failed
         ("Error: user 503 is blocked", FATAL),
         ("500 Internal Server Error", FATAL),
         ("Error: the timeout must be a number", FATAL),
@@ -229,31 +275,135 @@ ABOUT_ERRORS = [
     ],
 )
 def test_failure_has_a_kind(text: str, kind: str) -> None:
-    """What may pass by itself, what is missing, and the rest. A missing tool or command is of the rest."""
+    """What may pass by itself, what is missing, and the rest.
+
+    A missing tool or command is of the rest.
+    """
     assert read_failure(text) == kind
 
 
 def test_marked_failure_is_a_failure() -> None:
-    assert [read_failure(text, failed=True) for text in ("", "so be it", "later: timed out")] == [FATAL, FATAL, TRANSIENT]
+    assert [read_failure(text, failed=True) for text in ("", "so be it", "later: timed out")] == [
+        FATAL,
+        FATAL,
+        TRANSIENT,
+    ]
 
 
 _PIECES = [
-    *("Exit", "return", "status", "code", "ed", "with ", "non", "zero ", "no ", "without", " any", "s", "can", "'t"),
-    *("usage", "null", '":', "[]", "false", "true", "is_", "isError", "message", '"text": "', "\\n", "502 ", "http/1", "a.c"),
-    *("error", "Failed", "exception", "failure", "not", "found", "timed out", "denied", "must ", *" _:=-10\nx\u00e9\x1e"),
+    *(
+        "Exit",
+        "return",
+        "status",
+        "code",
+        "ed",
+        "with ",
+        "non",
+        "zero ",
+        "no ",
+        "without",
+        " any",
+        "s",
+        "can",
+        "'t",
+    ),
+    *(
+        "usage",
+        "null",
+        '":',
+        "[]",
+        "false",
+        "true",
+        "is_",
+        "isError",
+        "message",
+        '"text": "',
+        "\\n",
+        "502 ",
+        "http/1",
+        "a.c",
+    ),
+    *(
+        "error",
+        "Failed",
+        "exception",
+        "failure",
+        "not",
+        "found",
+        "timed out",
+        "denied",
+        "must ",
+        *" _:=-10\nx\u00e9\x1e",
+    ),
 ]
 _BEGINNINGS = [
-    *("fatal", "panic", "\nkilled\n", "e:", "[a]:", "parse ", "err!", "a:1:2: ", "\n404 gone", "3 problems\n"),
-    *("\n500 bad", "http/1.1 4", "\naborted\n", "segmentation fault", "err_", "build ", "--- ", "# "),
+    *(
+        "fatal",
+        "panic",
+        "\nkilled\n",
+        "e:",
+        "[a]:",
+        "parse ",
+        "err!",
+        "a:1:2: ",
+        "\n404 gone",
+        "3 problems\n",
+    ),
+    *(
+        "\n500 bad",
+        "http/1.1 4",
+        "\naborted\n",
+        "segmentation fault",
+        "err_",
+        "build ",
+        "--- ",
+        "# ",
+    ),
     *("traceback (most", "(", ")", ": ", "***"),
 ]
 
 
 _COMPLAINTS = [
-    *("cat: ", "no such ", "unable to ", "timeout", "refused", "rate limit", "unknown x", "missing", "is locked", "try again"),
-    *("connection ", "503", "temporarily", "404", "no row found", "problem:", "error", "failed", ".", '{"message":"', "text='"),
+    *(
+        "cat: ",
+        "no such ",
+        "unable to ",
+        "timeout",
+        "refused",
+        "rate limit",
+        "unknown x",
+        "missing",
+        "is locked",
+        "try again",
+    ),
+    *(
+        "connection ",
+        "503",
+        "temporarily",
+        "404",
+        "no row found",
+        "problem:",
+        "error",
+        "failed",
+        ".",
+        '{"message":"',
+        "text='",
+    ),
 ]
-_ODD = ["\u0307", "\u0130", "\u017f", "\u212a", "\xa0", "\u2028", "\x1c", "\u65e5", "\r", "\t", "a" * 390, "- " * 190]
+_ODD = [
+    "\u0307",
+    "\u0130",
+    "\u017f",
+    "\u212a",
+    "\xa0",
+    "\u2028",
+    "\x1c",
+    "\u65e5",
+    "\r",
+    "\t",
+    "a" * 390,
+    "- " * 190,
+]
 
 
 _STEM = "\nreturn"  # without a word that failures have, nothing is read
@@ -261,8 +411,12 @@ _STEM = "\nreturn"  # without a word that failures have, nothing is read
 
 @given(
     st.lists(st.sampled_from(_PIECES), max_size=30).map("".join)
-    | st.lists(st.sampled_from(_PIECES + _BEGINNINGS + _COMPLAINTS + _ODD), max_size=20).map("".join).map(_STEM.__add__)
-    | st.lists(st.sampled_from(_PIECES + _BEGINNINGS + _COMPLAINTS + _ODD), max_size=20).map(lambda some: "".join(some) + _STEM)
+    | st.lists(st.sampled_from(_PIECES + _BEGINNINGS + _COMPLAINTS + _ODD), max_size=20)
+    .map("".join)
+    .map(_STEM.__add__)
+    | st.lists(st.sampled_from(_PIECES + _BEGINNINGS + _COMPLAINTS + _ODD), max_size=20).map(
+        lambda some: "".join(some) + _STEM
+    )
 )
 def test_quick_look_misses_no_failure(text: str) -> None:
     assert read_failure(text) == EXACT.read_failure(text)
@@ -278,9 +432,48 @@ def test_quick_look_misses_no_recorded_failure() -> None:
 
 
 _HOSTILE = [
-    *("error ", "a: ", "1:1: ", "<", "<a", "[", '"', '"message":"', 'text="', "exit ", "status 200 ", "no errors ", "usage:\n"),
-    *("404 ", "4000", "err!", "]:", "\ne:", "no of 1 ", "no a ", "fail\x1e", "1 error", "timeout ", "without "),
-    *("0 ", "(error", "\n", "a\n", " " * 99 + "a", "not ", "cannot\n", "failed:", "x" * 99 + " ", "\\n", "\x1e", "2026-"),
+    *(
+        "error ",
+        "a: ",
+        "1:1: ",
+        "<",
+        "<a",
+        "[",
+        '"',
+        '"message":"',
+        'text="',
+        "exit ",
+        "status 200 ",
+        "no errors ",
+        "usage:\n",
+    ),
+    *(
+        "404 ",
+        "4000",
+        "err!",
+        "]:",
+        "\ne:",
+        "no of 1 ",
+        "no a ",
+        "fail\x1e",
+        "1 error",
+        "timeout ",
+        "without ",
+    ),
+    *(
+        "0 ",
+        "(error",
+        "\n",
+        "a\n",
+        " " * 99 + "a",
+        "not ",
+        "cannot\n",
+        "failed:",
+        "x" * 99 + " ",
+        "\\n",
+        "\x1e",
+        "2026-",
+    ),
 ]
 
 
@@ -293,7 +486,28 @@ def test_hostile_result_is_read(piece: str) -> None:
 
 _BITS = st.sampled_from(
     [
-        *("1", "22", "3.5", "007", " ", "\n", ":", ": ", "=", '":', '": ', "%", " %", "/", " of ", "#", "\t", "\r", "-", "."),
+        *(
+            "1",
+            "22",
+            "3.5",
+            "007",
+            " ",
+            "\n",
+            ":",
+            ": ",
+            "=",
+            '":',
+            '": ',
+            "%",
+            " %",
+            "/",
+            " of ",
+            "#",
+            "\t",
+            "\r",
+            "-",
+            ".",
+        ),
         *(
             "failed",
             "Errors",

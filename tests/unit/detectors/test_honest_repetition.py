@@ -15,10 +15,22 @@ from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.store.rules.windows import UNCOUNTED
-from tests.support.families import FATAL, HONEST, LONG, PROGRESS, TURNS, UNTELLABLE, Family, call, make_loop
+from tests.support.families import (
+    FATAL,
+    HONEST,
+    LONG,
+    PROGRESS,
+    TURNS,
+    UNTELLABLE,
+    Family,
+    call,
+    make_loop,
+)
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
 
-PRESET = json.loads((Path(extproc.__file__).parent / "policy/presets/agents.json").read_text())["spec"]["loop_detection"][0]
+PRESET = json.loads((Path(extproc.__file__).parent / "policy/presets/agents.json").read_text())[
+    "spec"
+]["loop_detection"][0]
 WRITTEN = ["chat", "anthropic", "responses", "text"]
 
 
@@ -36,8 +48,12 @@ def write_text(turn: Did) -> str:
 
 def find_refused(variants: Sequence[list[Did]], detector: Detector = AGENTS) -> list[int]:
     """The numbers of variants that land or are refused."""
-    acted = [act(variant, writes(variant, number), detector) for number, variant in enumerate(variants)]
-    return [number for number, actions in enumerate(acted) if not {"land", "reject"}.isdisjoint(actions)]
+    acted = [
+        act(variant, writes(variant, number), detector) for number, variant in enumerate(variants)
+    ]
+    return [
+        number for number, actions in enumerate(acted) if not {"land", "reject"}.isdisjoint(actions)
+    ]
 
 
 def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list[str]:
@@ -47,7 +63,9 @@ def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list
         if written == "text":
             body = as_text(turns[:end], write_text)
         else:
-            body = SHAPES[written](turns[:end]) | {"tools": [{"type": "function", "function": {"name": "f"}}]}
+            body = SHAPES[written](turns[:end]) | {
+                "tools": [{"type": "function", "function": {"name": "f"}}]
+            }
         found = detector.similarity.compare(Document(json.dumps(body).encode()))[1]
         outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, found)
         actions.append(outcome.action.value)
@@ -81,7 +99,9 @@ def test_progress_is_allowed(family: Family) -> None:
 
 
 def test_similar_error_is_steered() -> None:
-    turns = [call("do", f"error: job {n} is broken, its log is at 0x{n}", n, at=n) for n in range(13)]
+    turns = [
+        call("do", f"error: job {n} is broken, its log is at 0x{n}", n, at=n) for n in range(13)
+    ]
 
     found = AGENTS.similarity.compare(Document(json.dumps(SHAPES["chat"](turns)).encode()))[1]
 
@@ -92,9 +112,16 @@ def test_similar_error_is_steered() -> None:
 
 @pytest.mark.parametrize(
     ("action", "escalate", "expected"),
-    [("throttle", {"reject": 7}, "warn"), ("reject", {}, "warn"), ("warn", {"reject": 7}, "warn"), ("steer", {}, "steer")],
+    [
+        ("throttle", {"reject": 7}, "warn"),
+        ("reject", {}, "warn"),
+        ("warn", {"reject": 7}, "warn"),
+        ("steer", {}, "steer"),
+    ],
 )
-def test_similar_error_gets_a_note_at_most(action: str, escalate: dict[str, int], expected: str) -> None:
+def test_similar_error_gets_a_note_at_most(
+    action: str, escalate: dict[str, int], expected: str
+) -> None:
     detector = make_detector(action=action, escalate=escalate)
     turns = [call("do", f"error: job {n} is broken", n, at=n) for n in range(24)]
 
@@ -122,6 +149,8 @@ def test_allowed_tool_may_repeat_like_a_loop(family: Family) -> None:
 
 
 def test_weak_loop_lands_and_is_refused_later() -> None:
-    turns = [Did((("poll", {}),), ("running",), "", f"Thought no. {number}!") for number in range(16)]
+    turns = [
+        Did((("poll", {}),), ("running",), "", f"Thought no. {number}!") for number in range(16)
+    ]
 
     assert act(turns, "chat") == ["allow"] * 2 + ["steer"] * 11 + ["land"] * 2 + ["reject"]

@@ -17,20 +17,30 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, headers_of, list_uncounted, make_service, sample
+from tests.support.service import (
+    decoded,
+    exchange,
+    headers_of,
+    list_uncounted,
+    make_service,
+    sample,
+)
 
 TOOL_CALL = "tools/call"
 _ids = count()
 
 
-def make_guard(*, uncountable: str = "allow", **loop: Any) -> Service:  # noqa: ANN401  # of a policy
+# Of a policy
+def make_guard(*, uncountable: str = "allow", **loop: Any) -> Service:  # noqa: ANN401
     made = policy("p", ANY, similarity="mcp", **{"threshold_identical_requests": 2, **loop})
     made["spec"]["uncountable"] = uncountable
     return make_service(made)
 
 
 def call(params: object, method: object = TOOL_CALL, **more: object) -> bytes:
-    return json.dumps({"jsonrpc": "2.0", "id": next(_ids), "method": method, "params": params, **more}).encode()
+    return json.dumps(
+        {"jsonrpc": "2.0", "id": next(_ids), "method": method, "params": params, **more}
+    ).encode()
 
 
 def send(service: Service, data: bytes, accept: str = "application/json") -> ProcessingResponse:
@@ -45,10 +55,16 @@ def is_refused(answer: ProcessingResponse) -> bool:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"name": "f", "arguments": {"a": 1, "b": [1.0]}}, {"arguments": {"b": [1], "a": 1e0}, "name": "f"}),
+        (
+            {"name": "f", "arguments": {"a": 1, "b": [1.0]}},
+            {"arguments": {"b": [1], "a": 1e0}, "name": "f"},
+        ),
         ({"name": "f"}, {"name": "f", "arguments": {}}),
         ({"name": "f"}, {"name": "f", "arguments": None}),
-        ({"name": "f", "_meta": {"progressToken": 1}}, {"name": "f", "_meta": {"progressToken": 2}}),
+        (
+            {"name": "f", "_meta": {"progressToken": 1}},
+            {"name": "f", "_meta": {"progressToken": 2}},
+        ),
         ({"name": "f", "task": {"ttl": 1}}, {"name": "f"}),
         ({"name": "\u00fc"}, {"name": "\u00fc"}),
         ({"name": "f", "requestState": "s"}, {"name": "f", "requestState": "s"}),
@@ -67,7 +83,10 @@ def test_call_is_its_tool_and_arguments(one: object, other: object) -> None:
         ({"name": "f", "arguments": {"page": 1}}, {"name": "f", "arguments": {"page": 2}}),
         ({"name": "f", "arguments": {"id": 1}}, {"name": "f", "arguments": {"id": 2}}),
         ({"name": "f", "arguments": {}}, {"name": "f", "arguments": []}),
-        ({"name": "f", "inputResponses": {"q": "yes"}}, {"name": "f", "inputResponses": {"q": "no"}}),
+        (
+            {"name": "f", "inputResponses": {"q": "yes"}},
+            {"name": "f", "inputResponses": {"q": "no"}},
+        ),
         ({"name": "f"}, {"name": "f", "requestState": "s"}),
     ],
 )
@@ -83,7 +102,8 @@ def message(*parts: object, **more: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "methods", [("message/send", "message/send"), ("message/stream", "message/send"), ("SendMessage",) * 2]
+    "methods",
+    [("message/send", "message/send"), ("message/stream", "message/send"), ("SendMessage",) * 2],
 )
 def test_a2a_message_is_its_parts(methods: Sequence[str]) -> None:
     service = make_guard()
@@ -111,7 +131,17 @@ NO_METHODS: list[object] = [
     7,
     [],
 ]
-NO_PARAMS: list[object] = [None, [], ["f"], "f", {}, {"name": ""}, {"name": None}, {"name": ["f"]}, {"arguments": {}}]
+NO_PARAMS: list[object] = [
+    None,
+    [],
+    ["f"],
+    "f",
+    {},
+    {"name": ""},
+    {"name": None},
+    {"name": ["f"]},
+    {"arguments": {}},
+]
 NO_MESSAGES: list[object] = [{}, {"message": None}, {"message": []}, {"message": {"parts": {}}}]
 NO_CALLS = [
     b"",
@@ -156,19 +186,37 @@ def test_request_without_body_is_no_call() -> None:
         (call({"name": "f", "arguments": "x" * 2**20}), "inspect_limit", 413),
         (b"[" * 100_000, "not_json", 400),
         (
-            b'{"method": "tools/call", "params": {"name": "f", "arguments": %s1%s}}' % (b"[" * 9_999, b"]" * 9_999),
+            b'{"method": "tools/call", "params": {"name": "f", "arguments": %s1%s}}'
+            % (b"[" * 9_999, b"]" * 9_999),
             "not_json",
             400,
         ),
-        (b'{"method": "tools/call", "params": {"name": "f", "arguments": %s}}' % (b"9" * 700), "not_json", 400),
+        (
+            b'{"method": "tools/call", "params": {"name": "f", "arguments": %s}}' % (b"9" * 700),
+            "not_json",
+            400,
+        ),
         (b'{"method": "tools/call", "params": {"name": "\xff"}}', "not_json", 400),
         (b'{"method": "tools/call", "id": "\xff", "params": {"name": "f"}}', "not_json", 400),
         (b'{"method": "tools/call"', "not_json", 400),
         (b"[1", "not_json", 400),
     ],
-    ids=["batch of one", "batch", "long batch", "many parts", "many arrays", "long", "open arrays", "deep", "long number",
-         "tool not UTF-8", "id not UTF-8", "cut off", "batch cut off"],
-)  # fmt: skip  # one list
+    ids=[
+        "batch of one",
+        "batch",
+        "long batch",
+        "many parts",
+        "many arrays",
+        "long",
+        "open arrays",
+        "deep",
+        "long number",
+        "tool not UTF-8",
+        "id not UTF-8",
+        "cut off",
+        "batch cut off",
+    ],
+)
 def test_batches_and_unreadable_calls_are_uncounted(data: bytes, reason: str, status: int) -> None:
     service, strict = make_guard(), make_guard(uncountable="reject")
 
@@ -182,13 +230,27 @@ def test_batches_and_unreadable_calls_are_uncounted(data: bytes, reason: str, st
 
 
 @pytest.mark.parametrize(
-    "identity", ["1", "-7", "1.50", "1e3", '"a"', '"\\u00fc\\n"', '""', "null", "9" * MAX_ID, f'"{"x" * (MAX_ID - 2)}"']
+    "identity",
+    [
+        "1",
+        "-7",
+        "1.50",
+        "1e3",
+        '"a"',
+        '"\\u00fc\\n"',
+        '""',
+        "null",
+        "9" * MAX_ID,
+        f'"{"x" * (MAX_ID - 2)}"',
+    ],
 )
 def test_refusal_has_the_id_of_the_request(identity: str) -> None:
     service = make_guard()
 
     for own in ("0", identity):
-        answer = send(service, b'{"id": %s, "method": "tools/call", "params": {"name": "f"}}' % own.encode())
+        answer = send(
+            service, b'{"id": %s, "method": "tools/call", "params": {"name": "f"}}' % own.encode()
+        )
 
     refusal = answer.immediate_response
     assert refusal.status.code == 200
@@ -196,7 +258,9 @@ def test_refusal_has_the_id_of_the_request(identity: str) -> None:
     assert json.loads(refusal.body)["result"]["isError"] is True
 
 
-@pytest.mark.parametrize("identity", ["true", "{}", "[1]", f'"{"x" * (MAX_ID - 1)}"', "9" * 700, None])
+@pytest.mark.parametrize(
+    "identity", ["true", "{}", "[1]", f'"{"x" * (MAX_ID - 1)}"', "9" * 700, None]
+)
 def test_call_without_valid_id_gets_http_error(identity: str | None) -> None:
     """A notification, or an id that JSON-RPC does not know or that is too long to repeat."""
     service = make_guard()
@@ -207,7 +271,9 @@ def test_call_without_valid_id_gets_http_error(identity: str | None) -> None:
     refusal = send(service, data).immediate_response
 
     assert refusal.status.code == 429
-    assert json.loads(refusal.body)["error"]["message"].startswith("Loop detected: f has been called 2 times")
+    assert json.loads(refusal.body)["error"]["message"].startswith(
+        "Loop detected: f has been called 2 times"
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +295,9 @@ def test_refusal_has_an_accepted_content_type(accept: str, content_type: str) ->
         answer = send(service, call({"name": "f"}), accept=accept)
 
     assert headers_of(answer)["content-type"] == content_type
-    assert answer.immediate_response.body.startswith(b"event: message\ndata: {" if "event" in content_type else b"{")
+    assert answer.immediate_response.body.startswith(
+        b"event: message\ndata: {" if "event" in content_type else b"{"
+    )
 
 
 def test_message_names_the_tool_without_arguments() -> None:
@@ -239,10 +307,13 @@ def test_message_names_the_tool_without_arguments() -> None:
         answer = send(service, call({"name": "f" * 10_000, "arguments": {"key": "hidden"}}))
 
     text = json.loads(answer.immediate_response.body)["result"]["content"][0]["text"]
-    assert text.startswith(f"Loop detected: {'f' * 63}\u2026 has been called 2 times with the same arguments within ")
+    assert text.startswith(
+        f"Loop detected: {'f' * 63}\u2026 has been called 2 times with the same arguments within "
+    )
     assert text.endswith(
         ", and was refused. Ask a human. Repeating it will be refused again. "
-        "To continue, use other arguments, try another way, or finish with the result you have so far."
+        "To continue, use other arguments, try another way, or finish with the result you have so "
+        "far."
         " (recursive_loop_detected)"
     )
     assert "hidden" not in text
@@ -251,7 +322,10 @@ def test_message_names_the_tool_without_arguments() -> None:
 def test_tools_have_their_own_limits() -> None:
     service = make_guard(tools={"slow": {"threshold": 4}, "wait*": {"allow": True}})
 
-    answers = {name: [is_refused(send(service, call({"name": name}))) for _ in range(5)] for name in ("f", "slow", "wait_a")}
+    answers = {
+        name: [is_refused(send(service, call({"name": name}))) for _ in range(5)]
+        for name in ("f", "slow", "wait_a")
+    }
 
     assert answers["f"] == [False] + [True] * 4
     assert answers["slow"] == [False] * 3 + [True] * 2
@@ -260,15 +334,24 @@ def test_tools_have_their_own_limits() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "arguments", "parts", "message", "x"]), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "arguments", "parts", "message", "x"]), inner)
     ),
     max_leaves=8,
 )
 
 
-@given(st.fixed_dictionaries({}, optional={name: JSON | st.just(TOOL_CALL) for name in ("id", "method", "params")}))
+@given(
+    st.fixed_dictionaries(
+        {}, optional={name: JSON | st.just(TOOL_CALL) for name in ("id", "method", "params")}
+    )
+)
 def test_any_json_gets_one_answer(request: dict[str, Any]) -> None:
     service = make_guard()
     data = json.dumps(request).encode()
@@ -305,7 +388,14 @@ def send_with(service: Service, data: bytes, **claims: Any) -> list[ProcessingRe
         ),
         # a client chooses the version, so only a policy that trusts its server goes by it
         ({"mcp_method": "ping", "mcp_protocol_version": NEW_VERSION}, False),
-        ({"mcp_method": "tools/call", "mcp_name": "allowed", "mcp_protocol_version": NEW_VERSION}, False),
+        (
+            {
+                "mcp_method": "tools/call",
+                "mcp_name": "allowed",
+                "mcp_protocol_version": NEW_VERSION,
+            },
+            False,
+        ),
     ],
 )
 def test_false_headers_hide_no_loop(claims: dict[str, str], trust: bool) -> None:
@@ -324,7 +414,10 @@ def test_false_headers_hide_no_loop(claims: dict[str, str], trust: bool) -> None
         ({"mcp_method": "tools/call", "mcp_name": "=?base64?w7w=?="}, call({"name": "\u00fc"})),
         ({"mcp_method": "tools/call", "mcp_name": "=?BASE64?w7w=?="}, call({"name": "\u00fc"})),
         ({"mcp_method": "tools/list"}, call({}, "tools/list")),
-        ({"mcp_method": "resources/read", "mcp_name": "file:///a"}, call({"uri": "file:///a"}, "resources/read")),
+        (
+            {"mcp_method": "resources/read", "mcp_name": "file:///a"},
+            call({"uri": "file:///a"}, "resources/read"),
+        ),
         ({"mcp_method": "ping"}, b"no json"),
         ({"mcp_method": "ping"}, b""),
         ({"mcp_method": "ping"}, b'{"id": 1, "result": {}}'),
@@ -352,7 +445,15 @@ def test_trusted_header_decides_before_the_body(claims: dict[str, str], reason: 
 
     answers = send_with(service, call(F), mcp_protocol_version=NEW_VERSION, **claims)
     later = [
-        is_refused(send_with(service, call(F), mcp_protocol_version=NEW_VERSION, mcp_method=TOOL_CALL, mcp_name="f")[-1])
+        is_refused(
+            send_with(
+                service,
+                call(F),
+                mcp_protocol_version=NEW_VERSION,
+                mcp_method=TOOL_CALL,
+                mcp_name="f",
+            )[-1]
+        )
         for _ in range(2)
     ]
 
@@ -362,7 +463,12 @@ def test_trusted_header_decides_before_the_body(claims: dict[str, str], reason: 
 
 
 def test_each_detector_decides_whether_to_trust_headers() -> None:
-    trusting = {"similarity": "mcp", "window_seconds": 60, "threshold_identical_requests": 2, "trust_headers": True}
+    trusting = {
+        "similarity": "mcp",
+        "window_seconds": 60,
+        "threshold_identical_requests": 2,
+        "trust_headers": True,
+    }
     made = policy("p", ANY)
     made["spec"]["loop_detection"] = [
         {"name": "a", "enabled": True, **trusting},

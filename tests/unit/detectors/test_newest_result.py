@@ -22,10 +22,15 @@ WORK = [Did((("read", {"file": name}),), (f"text of {name}",)) for name in "ab"]
 
 def write(done: Sequence[Did], writer: Writer = as_chat) -> dict[str, Any]:
     """The request after these turns, with only the newest result."""
-    told = [turn._replace(number=number, thought=turn.thought or f"Thought {number}.") for number, turn in enumerate(done, 1)]
+    told = [
+        turn._replace(number=number, thought=turn.thought or f"Thought {number}.")
+        for number, turn in enumerate(done, 1)
+    ]
     body = writer([*[turn._replace(results=()) for turn in told[:-1]], *told[-1:]])
     if "messages" in body:
-        body["messages"] = [message for message in body["messages"] if message != {"role": "user", "content": ""}]
+        body["messages"] = [
+            message for message in body["messages"] if message != {"role": "user", "content": ""}
+        ]
     return body
 
 
@@ -34,7 +39,10 @@ def list_requests(turns: Sequence[Did], writer: Writer = as_chat) -> list[bytes]
 
 
 def read_files(count: int, start: int = 0) -> list[Did]:
-    return [Did((("read", {"file": f"f{number}"}),), (f"text {number}",)) for number in range(start, start + count)]
+    return [
+        Did((("read", {"file": f"f{number}"}),), (f"text {number}",))
+        for number in range(start, start + count)
+    ]
 
 
 def write_in_parts(rounds: int) -> bytes:
@@ -53,18 +61,32 @@ def write_parallel(rounds: int, *, interleaved: bool) -> bytes:
     items: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
     for at in range(rounds):
         for call in range(8):
-            made = {"type": "function_call", "call_id": f"c{at}-{call}", "name": "run", "arguments": json.dumps({"n": call})}
+            made = {
+                "type": "function_call",
+                "call_id": f"c{at}-{call}",
+                "name": "run",
+                "arguments": json.dumps({"n": call}),
+            }
             text = f"error: part {call} failed" if at == rounds - 1 else "[cleared]"
-            items += [made, {"type": "function_call_output", "call_id": f"c{at}-{call}", "output": text}]
+            items += [
+                made,
+                {"type": "function_call_output", "call_id": f"c{at}-{call}", "output": text},
+            ]
     if not interleaved:
-        items = sorted(items[1:], key=lambda item: (item["call_id"].partition("-")[0], item["type"] != "function_call"))
+        items = sorted(
+            items[1:],
+            key=lambda item: (item["call_id"].partition("-")[0], item["type"] != "function_call"),
+        )
         items = [{"role": "user", "content": "Fix it."}, *items]
     return encoded({"input": items})
 
 
 def skip_requests(step: int) -> list[bytes]:
     """Between two requests the client adds up to six messages, and it clears older results."""
-    turns = [STUCK._replace(results=("[cleared]",), thought=f"Thought {number}.") for number in range(5 * step)]
+    turns = [
+        STUCK._replace(results=("[cleared]",), thought=f"Thought {number}.")
+        for number in range(5 * step)
+    ]
     return [
         encoded(as_chat([*turns[: end - 1], STUCK._replace(thought=f"Thought {end - 1}.")]))
         for end in range(step, 5 * step + 1, step)
@@ -78,9 +100,18 @@ CLIENTS: dict[str, tuple[list[bytes], list[int]]] = {
         for name, writer in WRITERS.items()
         if name != "observed"  # whose observations stay
     },
-    **{f"work, {name}": (list_requests(read_files(12), WRITERS[name]), [200] * 13) for name in ("chat", "text, react")},
-    "six messages for each answer": ([write_in_parts(rounds) for rounds in range(6)], [200] * 3 + [429] * 3),
-    **{f"one request in {step} is seen": (skip_requests(step), [200] * 2 + [429] * 3) for step in (2, 3)},
+    **{
+        f"work, {name}": (list_requests(read_files(12), WRITERS[name]), [200] * 13)
+        for name in ("chat", "text, react")
+    },
+    "six messages for each answer": (
+        [write_in_parts(rounds) for rounds in range(6)],
+        [200] * 3 + [429] * 3,
+    ),
+    **{
+        f"one request in {step} is seen": (skip_requests(step), [200] * 2 + [429] * 3)
+        for step in (2, 3)
+    },
     **{
         f"eight parallel calls, {'interleaved' if mixed else 'apart'}": (
             [write_parallel(rounds, interleaved=mixed) for rounds in range(4)],
@@ -93,12 +124,16 @@ CLIENTS: dict[str, tuple[list[bytes], list[int]]] = {
 
 
 @pytest.mark.parametrize(("requests", "answers"), CLIENTS.values(), ids=CLIENTS)
-def test_loop_of_client_with_newest_result_is_refused(requests: list[bytes], answers: list[int]) -> None:
+def test_loop_of_client_with_newest_result_is_refused(
+    requests: list[bytes], answers: list[int]
+) -> None:
     assert send_all(make_service(agents(session=None)), requests) == answers
 
 
 def test_scan_follows_clients_with_newest_result(tmp_path: Path) -> None:
-    (run,) = scan_values(tmp_path, [json.loads(body) for body in list_requests([*WORK, *[STUCK] * 6])]).runs
+    (run,) = scan_values(
+        tmp_path, [json.loads(body) for body in list_requests([*WORK, *[STUCK] * 6])]
+    ).runs
 
     assert [(loop.rule, loop.begins, loop.ends) for loop in run.loops] == [("repeat", 3, 9)]
 
@@ -106,7 +141,10 @@ def test_scan_follows_clients_with_newest_result(tmp_path: Path) -> None:
 STEPS = {
     "whole history": ([encoded(as_chat(read_files(count))) for count in range(7)], 4),
     "newest result": (list_requests(read_files(6)), 4),
-    "a jump of three turns": ([encoded(as_chat(read_files(count))) for count in (0, 1, 4, 5, 6)], 2),
+    "a jump of three turns": (
+        [encoded(as_chat(read_files(count))) for count in (0, 1, 4, 5, 6)],
+        2,
+    ),
 }
 
 

@@ -43,7 +43,10 @@ def test_circle_with_a_varying_step_gets_a_note(shape: str) -> None:
     for seed in range(6):
         told = ask_each(go_round(Random(seed), 3), shape)
 
-        assert {(each.action, each.rule) for each in told} == {("allow", ""), ("steer", "nothing_new")}
+        assert {(each.action, each.rule) for each in told} == {
+            ("allow", ""),
+            ("steer", "nothing_new"),
+        }
         assert "reject" not in {each.action for each in ask_each(go_round(Random(seed), 9), shape)}
 
 
@@ -57,7 +60,9 @@ def test_note_is_weak_and_never_a_refusal() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_new_steps_in_eight_are_work(shape: str) -> None:
     for seed in range(6):
-        assert {each.action for each in ask_each(go_round(Random(seed), 4, new_each=2), shape)} == {"allow"}
+        assert {each.action for each in ask_each(go_round(Random(seed), 4, new_each=2), shape)} == {
+            "allow"
+        }
 
 
 def test_steps_that_may_repeat_are_new() -> None:
@@ -68,12 +73,22 @@ def test_steps_that_may_repeat_are_new() -> None:
     assert ask(polls).action == ask(turns).action == "steer"
     assert ask([*turns[:-4], EDIT, *turns[-4:]]).action == "allow"
     assert ask(polls, tools={"poll": {"threshold": 20}}).action == "allow"
-    assert ask([*polls[:-8], *turns[-8:-4], *polls[-4:-2], *turns[-2:]], tools={"poll": {"allow": True}}).action == "allow"
+    assert (
+        ask(
+            [*polls[:-8], *turns[-8:-4], *polls[-4:-2], *turns[-2:]],
+            tools={"poll": {"allow": True}},
+        ).action
+        == "allow"
+    )
 
 
 def test_step_is_new_if_its_result_differs() -> None:
     """A monitor that goes through the same pages."""
     dice = Random(3)
-    turns = [Turn("view", step.argument, f"{n} visitors") for n in range(5) for step in dice.sample(STEPS, len(STEPS))]
+    turns = [
+        Turn("view", step.argument, f"{n} visitors")
+        for n in range(5)
+        for step in dice.sample(STEPS, len(STEPS))
+    ]
 
     assert {each.action for each in ask_each(turns)} == {"allow"}

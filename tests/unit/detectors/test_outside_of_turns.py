@@ -26,7 +26,8 @@ Begin!
 
 """
 EXAMPLES = "".join(
-    f"Question: who is {'ABCDEF'[n]}?\nThought 1: I look.\nAction 1: Search[lamps]\nObservation 1: Nothing.\n"
+    f"Question: who is {'ABCDEF'[n]}?\nThought 1: I look.\nAction 1: Search[lamps]\nObservation "
+    "1: Nothing.\n"
     "Thought 2: Again.\nAction 2: Finish[nobody]\n\n"
     for n in range(6)
 )
@@ -40,7 +41,11 @@ def scratchpad(
 ) -> str:
     """What LangChain's classic agents send."""
     done = "\n".join(
-        f"Thought: I try it in way no. {n}\nAction: {tool}\nAction Input: {given}\nObservation: {result}"
+        (
+            f"Thought: I try it in way no. {n}\nAction: {tool}\nAction Input: "
+            f"{given}\nObservation: "
+            f"{result}"
+        )
         for n, (tool, given, result) in enumerate(steps)
     )
     return before + question + done + behind
@@ -49,17 +54,32 @@ def scratchpad(
 def blob(steps: list[tuple[str, str, str]]) -> str:
     """The same of its agents for structured chats."""
     done = "\n".join(
-        f'Thought: no. {n}\nAction:\n```json\n{{"action": "{tool}", "action_input": "{given}"}}\n```\nObservation: {result}'
+        (
+            f'Thought: no. {n}\nAction:\n```json\n{{"action": "{tool}", "action_input": '
+            f'"{given}"}}\n```\nObservation: {result}'
+        )
         for n, (tool, given, result) in enumerate(steps)
     )
     work = "This was your previous work (but I haven't seen any of it!):\n"
-    return f"How many lamps?\n\n{work}{done}\nThought:\n (reminder to respond in a JSON blob no matter what)"
+    return (
+        f"How many lamps?\n\n{work}{done}\nThought:\n (reminder to respond in a JSON blob no "
+        "matter what)"
+    )
 
 
 def chat(text: str, *before: str) -> dict[str, Any]:
     """A chat whose user says this; `before`: what user and assistant said before, in turn."""
-    said = [{"role": ["user", "assistant"][n % 2], "content": each} for n, each in enumerate(before)]
-    return {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, *said, {"role": "user", "content": text}]}
+    said = [
+        {"role": ["user", "assistant"][n % 2], "content": each} for n, each in enumerate(before)
+    ]
+    return {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            *said,
+            {"role": "user", "content": text},
+        ],
+    }
 
 
 LADDER: dict[str, Any] = {"action": "steer", "escalate": {"reject": 7}, "weak_threshold": 14}
@@ -79,8 +99,14 @@ OTHER = [("search", f"lamps no. {n}", f"found: {n}") for n in range(6)]
 
 
 @pytest.mark.parametrize("write", [scratchpad, blob])
-def test_scratchpad_in_one_text_is_read_as_turns(write: Callable[[list[tuple[str, str, str]]], str]) -> None:
-    for body in (chat(write(SAME * 3)), chat(write(SAME * 3), "Hi", "Hello!"), {"model": "m", "prompt": write(SAME * 3)}):
+def test_scratchpad_in_one_text_is_read_as_turns(
+    write: Callable[[list[tuple[str, str, str]]], str],
+) -> None:
+    for body in (
+        chat(write(SAME * 3)),
+        chat(write(SAME * 3), "Hi", "Hello!"),
+        {"model": "m", "prompt": write(SAME * 3)},
+    ):
         assert look(body)[:3] == ("warn" if "prompt" in body else "steer", 3, "search")
         assert tell(body).rule == "repeat"
         assert find_strength(body) == "weak"
@@ -124,18 +150,25 @@ def test_examples_and_quotes_are_no_turns(text: str) -> None:
 )
 def test_observation_may_contain_words_of_the_format(page: str, expected: str) -> None:
     """A question in an observation is part of it; `Begin!` never is."""
-    assert act(scratchpad([("open", "a", page.replace("@", "lamps " * n)) for n in range(3)])) == expected
+    assert (
+        act(scratchpad([("open", "a", page.replace("@", "lamps " * n)) for n in range(3)]))
+        == expected
+    )
 
 
 def test_scratchpad_in_an_assistant_message_is_read() -> None:
     body = chat("How many lamps?")
-    body["messages"].append({"role": "assistant", "content": scratchpad(SAME * 3, before="", question="")})
+    body["messages"].append(
+        {"role": "assistant", "content": scratchpad(SAME * 3, before="", question="")}
+    )
 
     assert (tell(body).rule, look(body).action) == ("repeat", "warn")
 
 
 def test_plain_prompt_without_steps_is_uncounted() -> None:
-    assert find_reason({"model": "m", "prompt": "Question: How many lamps?\nThought:"}) == "no_history"
+    assert (
+        find_reason({"model": "m", "prompt": "Question: How many lamps?\nThought:"}) == "no_history"
+    )
 
 
 COMPLAINT = "That wasn't valid JSON. Try again: "
@@ -143,7 +176,13 @@ TASK = "List the five largest lamps of the world."
 
 
 @pytest.mark.parametrize(
-    "words", [COMPLAINT, "Please answer with JSON only.\n\n", "这不是有效的JSON格式请再试一次 ", "Error in your answer!\n"]
+    "words",
+    [
+        COMPLAINT,
+        "Please answer with JSON only.\n\n",
+        "这不是有效的JSON格式请再试一次 ",
+        "Error in your answer!\n",
+    ],
 )
 def test_prompt_that_nests_itself_is_a_loop(words: str) -> None:
     """It is weak. A prompt without messages has no place for a note."""
@@ -155,7 +194,12 @@ def test_prompt_that_nests_itself_is_a_loop(words: str) -> None:
     assert act(words * 2 + TASK) == "allow"
     assert look({"model": "m", "prompt": words * 3 + TASK}).action == "warn"
     assert look({"model": "m", "input": words * 3 + TASK}).action == "steer"
-    assert [act(words * times + TASK) for times in (7, 13, 14, 16)] == ["steer", "steer", "reject", "reject"]
+    assert [act(words * times + TASK) for times in (7, 13, 14, 16)] == [
+        "steer",
+        "steer",
+        "reject",
+        "reject",
+    ]
     assert act(words * 7 + TASK, weak_threshold=None) == "reject"
     assert act(words * 3 + TASK, action="reject", escalate={}) == "warn"
 
@@ -193,7 +237,13 @@ STEPS = [
 ]
 """Steps of agents, as programs write them into one prompt."""
 
-INSTRUCTIONS = ["", "What is next?", "Thought:", "\nYou have 3 steps left.\nAnswer with one action.\n\nAction:", "\n" * 8]
+INSTRUCTIONS = [
+    "",
+    "What is next?",
+    "Thought:",
+    "\nYou have 3 steps left.\nAnswer with one action.\n\nAction:",
+    "\n" * 8,
+]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -203,7 +253,12 @@ def test_prompt_that_repeats_its_end_gets_a_note(step: str) -> None:
     for behind in INSTRUCTIONS:
         body = chat("Find the lamps.\n" + step * 4 + behind)
         told = look(body)
-        assert (told.action, told.rule, told.count, find_strength(body)) == ("steer", "repeated_ending", 4, "weak")
+        assert (told.action, told.rule, told.count, find_strength(body)) == (
+            "steer",
+            "repeated_ending",
+            4,
+            "weak",
+        )
         assert act("Find the lamps.\n" + step * 3 + behind) == "allow"
         assert act("Find the lamps.\n" + step * 40 + behind) == "steer"
     assert look({"model": "m", "prompt": step * 4}).action == "warn"
@@ -238,10 +293,16 @@ def test_quoted_steps_are_no_loop() -> None:
     assert act(f"Why does my agent do this?\n```\n{quoted}\n```\nThank you.") == "allow"
 
 
-def complained(times: int, said: str = "Your response did not contain an action, attempt {}.") -> dict[str, Any]:
+def complained(
+    times: int, said: str = "Your response did not contain an action, attempt {}."
+) -> dict[str, Any]:
     """An assistant that answers in other words each time and gets the same complaint."""
     words = [f"I could do this in way no. {n}, or in another." for n in range(times)]
-    return chat(said.format(times), TASK, *[each for n in range(times) for each in (words[n], said.format(n + 1))][:-1])
+    return chat(
+        said.format(times),
+        TASK,
+        *[each for n in range(times) for each in (words[n], said.format(n + 1))][:-1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,12 +330,20 @@ def test_complaints_are_told_from_wishes(text: str, expected: bool) -> None:
 
 @pytest.mark.parametrize("threshold", [2, 3])
 def test_same_complaint_six_times_is_a_loop(threshold: int) -> None:
-    same, found = "Your response did not contain an action.", [(6, "steer"), (5, "allow"), (14, "reject")]
+    same, found = (
+        "Your response did not contain an action.",
+        [(6, "steer"), (5, "allow"), (14, "reject")],
+    )
 
     assert tell(complained(6, same), threshold_identical_requests=threshold).rule == "error"
     for times, action in found:
-        assert look(complained(times, same), threshold_identical_requests=threshold).action == action
-    assert look(complained(9, "Give me another name."), threshold_identical_requests=threshold).action == "allow"
+        assert (
+            look(complained(times, same), threshold_identical_requests=threshold).action == action
+        )
+    assert (
+        look(complained(9, "Give me another name."), threshold_identical_requests=threshold).action
+        == "allow"
+    )
 
 
 def test_complaint_with_a_number_gets_a_note() -> None:

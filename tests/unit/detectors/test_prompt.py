@@ -30,14 +30,19 @@ BODIES: dict[str, Callable[[str, str], dict[str, Any]]] = {
         "systemInstruction": {"parts": [{"text": system}]},
         "contents": [{"role": "user", "parts": [{"text": user}]}],
     },
-    "bedrock": lambda system, user: {"system": [{"text": system}], "messages": [{"role": "user", "content": [{"text": user}]}]},
+    "bedrock": lambda system, user: {
+        "system": [{"text": system}],
+        "messages": [{"role": "user", "content": [{"text": user}]}],
+    },
     "generate": lambda system, user: {"model": "m", "system": system, "prompt": user},
 }
 
 MOVING: dict[str, Callable[[int], str]] = {
     "iso": lambda n: f"Now: 2026-11-26T12:00:{n:02}.{n:03}Z.",
     "offset": lambda n: f"Today is 2026-11-26 12:{n:02}:07 +0100.",
-    "current time": lambda n: f"Be brief.\nCurrent time: Thu, 26 Nov 2026 12:{n:02}:00 GMT\nAnswer in German.",
+    "current time": lambda n: (
+        f"Be brief.\nCurrent time: Thu, 26 Nov 2026 12:{n:02}:00 GMT\nAnswer in German."
+    ),
     "hours and minutes": lambda n: f"It is 09:{n:02}.",
     "in the afternoon": lambda n: f"It is 9:{n:02} PM.",
     "at the start of a line": lambda n: f"Hello\n14:03:{n:02}: check",
@@ -75,7 +80,9 @@ def compare(content: dict[str, Any]) -> bytes:
     return compared
 
 
-@pytest.mark.parametrize(("api", "moving"), [*(("chat", name) for name in MOVING), *((api, "iso") for api in BODIES)])
+@pytest.mark.parametrize(
+    ("api", "moving"), [*(("chat", name) for name in MOVING), *((api, "iso") for api in BODIES)]
+)
 def test_clocks_and_attempts_are_left_out(api: str, moving: str) -> None:
     write, move = BODIES[api], MOVING[moving]
 
@@ -84,7 +91,9 @@ def test_clocks_and_attempts_are_left_out(api: str, moving: str) -> None:
     assert compare(write(move(10), "Go")) != compare(write(move(10), "Stop"))
 
 
-@pytest.mark.parametrize(("api", "content"), [*(("chat", name) for name in CONTENT), *((api, "ids") for api in BODIES)])
+@pytest.mark.parametrize(
+    ("api", "content"), [*(("chat", name) for name in CONTENT), *((api, "ids") for api in BODIES)]
+)
 def test_requests_of_one_template_differ(api: str, content: str) -> None:
     write, fill = BODIES[api], CONTENT[content]
 
@@ -99,18 +108,35 @@ def test_requests_of_one_template_differ(api: str, content: str) -> None:
         ("chat", lambda n: {"seed": n}),
         ("responses", lambda n: {"temperature": n / 100}),
         ("anthropic", lambda n: {"metadata": {"user_id": str(n)}, "temperature": n / 100}),
-        ("gemini", lambda n: {"generationConfig": {"seed": n, "temperature": n / 100}, "labels": {"run": str(n)}}),
-        ("bedrock", lambda n: {"requestMetadata": {"run": str(n)}, "inferenceConfig": {"temperature": n / 100}}),
+        (
+            "gemini",
+            lambda n: {
+                "generationConfig": {"seed": n, "temperature": n / 100},
+                "labels": {"run": str(n)},
+            },
+        ),
+        (
+            "bedrock",
+            lambda n: {
+                "requestMetadata": {"run": str(n)},
+                "inferenceConfig": {"temperature": n / 100},
+            },
+        ),
         ("generate", lambda n: {"options": {"seed": n, "temperature": n / 100}}),
     ],
 )
-def test_sampling_options_and_metadata_are_left_out(api: str, write: Callable[[int], dict[str, Any]]) -> None:
+def test_sampling_options_and_metadata_are_left_out(
+    api: str, write: Callable[[int], dict[str, Any]]
+) -> None:
     prompt = BODIES[api]("Be brief.", "Go")
 
     assert len({compare(prompt | write(number)) for number in range(20)}) == 1
 
 
-@pytest.mark.parametrize("more", [{"model": "other"}, {"user": "ann"}, {"tools": []}, {"prompt": {"variables": {"id": "1"}}}])
+@pytest.mark.parametrize(
+    "more",
+    [{"model": "other"}, {"user": "ann"}, {"tools": []}, {"prompt": {"variables": {"id": "1"}}}],
+)
 def test_model_user_tools_and_variables_are_compared(more: dict[str, Any]) -> None:
     prompt = BODIES["chat"]("Be brief.", "Go")
 
@@ -121,8 +147,14 @@ def test_model_user_tools_and_variables_are_compared(more: dict[str, Any]) -> No
     ("content", "reason"),
     [
         ({"messages": [ASKED, {"role": "assistant", "content": "b"}, ASKED]}, "has_history"),
-        ({"messages": [ASKED, {"role": "tool", "tool_call_id": "1", "content": "c"}]}, "has_history"),
-        ({"contents": [{"role": "model", "parts": [{"text": "b"}]}, {"parts": [{"text": "c"}]}]}, "has_history"),
+        (
+            {"messages": [ASKED, {"role": "tool", "tool_call_id": "1", "content": "c"}]},
+            "has_history",
+        ),
+        (
+            {"contents": [{"role": "model", "parts": [{"text": "b"}]}, {"parts": [{"text": "c"}]}]},
+            "has_history",
+        ),
         ({"input": "go on", "conversation": "c"}, "has_history"),
         ({"data": 1}, "no_messages"),
     ],
@@ -133,7 +165,9 @@ def test_uncounted_requests_have_a_reason(content: dict[str, Any], reason: str) 
 
 
 def test_start_of_an_answer_is_no_history() -> None:
-    started = {"messages": [{"role": "user", "content": "As JSON"}, {"role": "assistant", "content": "{"}]}
+    started = {
+        "messages": [{"role": "user", "content": "As JSON"}, {"role": "assistant", "content": "{"}]
+    }
 
     assert b"As JSON" in compare(started)
 
@@ -141,8 +175,12 @@ def test_start_of_an_answer_is_no_history() -> None:
 def test_only_first_clocks_are_left_out() -> None:
     few, many = ({"prompt": f"{'12:00 ' * count}14:03:"} for count in (10, 5_000))
 
-    assert compare(few | {"prompt": few["prompt"] + "01"}) == compare(few | {"prompt": few["prompt"] + "02"})
-    assert compare(many | {"prompt": many["prompt"] + "01"}) != compare(many | {"prompt": many["prompt"] + "02"})
+    assert compare(few | {"prompt": few["prompt"] + "01"}) == compare(
+        few | {"prompt": few["prompt"] + "02"}
+    )
+    assert compare(many | {"prompt": many["prompt"] + "01"}) != compare(
+        many | {"prompt": many["prompt"] + "02"}
+    )
 
 
 def test_explain_marks_what_is_left_out() -> None:

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.detectors.results import MAX_NORMALIZED, count_lines, differ_in_lines, may_be_equal, normalize, normalize_head
+from extproc.detectors.results import (
+    MAX_NORMALIZED,
+    count_lines,
+    differ_in_lines,
+    may_be_equal,
+    normalize,
+    normalize_head,
+)
 from tests.support.exact import load_exact
 from tests.support.told import tell
 from tests.support.turn_writers import Did, as_chat
@@ -21,19 +28,31 @@ GONE = {
         ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
         ("on 2026-11-22.", "on 2026-11-23."),
     ),
-    "a date in words": (("Sun Nov 22 06:14:14 2026", "Mon Dec  1 07:00:01 2027"), ("Sun Nov 22 2026", "Mon Nov 23 2026")),
+    "a date in words": (
+        ("Sun Nov 22 06:14:14 2026", "Mon Dec  1 07:00:01 2027"),
+        ("Sun Nov 22 2026", "Mon Nov 23 2026"),
+    ),
     "an HTTP date": (
         ("Sun, 22 Nov 2026 06:14:14 GMT", "Mon, 01 Dec 2027 07:00:01 GMT"),
         ("Sun, 22 Nov 2026", "Mon, 23 Nov 2026"),
     ),
-    "a log's date": (("[22/Nov/2026:06:14:14 +0000]", "[01/Dec/2027:07:00:01 +0000]"), ("[22/Nov/2026]", "[23/Nov/2026]")),
+    "a log's date": (
+        ("[22/Nov/2026:06:14:14 +0000]", "[01/Dec/2027:07:00:01 +0000]"),
+        ("[22/Nov/2026]", "[23/Nov/2026]"),
+    ),
     "a file's date": (
         ("root 4096 Nov 22 06:14 a.py", "root 4096 Dec  1 23:59 a.py"),
         ("-rw-r--r-- 1 root 4096 Nov 22  2025 a.py", "-rw-r--r-- 1 root 4096 Nov 23  2025 a.py"),
     ),
     "a time": (("06:14:14 up", "6:14 AM up"), ("the score is 6 to 14", "the score is 6 to 15")),
-    "a compact timestamp": (("backup-20261122T061414Z", "backup-20271201T070001Z"), ("20261122", "20261123")),
-    "seconds": (("2 passed in 0.03s", "2 passed in 12.31s"), ("2 passed in 0.03s", "3 passed in 0.03s")),
+    "a compact timestamp": (
+        ("backup-20261122T061414Z", "backup-20271201T070001Z"),
+        ("20261122", "20261123"),
+    ),
+    "seconds": (
+        ("2 passed in 0.03s", "2 passed in 12.31s"),
+        ("2 passed in 0.03s", "3 passed in 0.03s"),
+    ),
     "milliseconds": (("took 7 ms.", "took 812.5 ms."), ("7 retries", "8 retries")),
     "minutes": (("after 5 minutes", "after 12 minutes"), ("after 5 attempts", "after 12 attempts")),
     "a span": (("took 1m 30s", "took 2h 1m 3s"), ("1m 30 errors", "1m 31 errors")),
@@ -41,9 +60,15 @@ GONE = {
         ("job 123e4567-e89b-12d3-a456-426614174000", "job 98765432-AAAA-bbbb-cccc-ddddddddeeee"),
         ("job 123e", "job 987f"),
     ),
-    "hex": (("commit deadbeef01", "commit 0123456789abcdef0123456789abcdef01234567"), ("invalid 8d3f2", "invalid fa0b9")),
+    "hex": (
+        ("commit deadbeef01", "commit 0123456789abcdef0123456789abcdef01234567"),
+        ("invalid 8d3f2", "invalid fa0b9"),
+    ),
     "an address": (("<X at 0x7f12ab34cd>", "<X at 0x55d0aa00ffee>"), ("<X at 5>", "<X at 6>")),
-    "an id with hex": (("call_0123abcd99", "call_fedc9876"), ("call_center2024_a", "call_center2024_b")),
+    "an id with hex": (
+        ("call_0123abcd99", "call_fedc9876"),
+        ("call_center2024_a", "call_center2024_b"),
+    ),
     "a Unix time": (("1763792054", "1763799999123"), ('{"id": 1763792054}', '{"id": 1763792055}')),
     "a Unix time with a fraction": (
         ('{"at": 1763792054.25}', '{"at": 1763799999.5}'),
@@ -53,33 +78,69 @@ GONE = {
         ('"{\\"x\\": 5}\\nline 7"', '"{\\"x\\": 5}\\nline 8"'),
         ('"{\\"x\\": 5}\\nline 7"', '"{\\"x\\": 6}\\nline 7"'),
     ),
-    "a time with a short date": (("due 22/11/2026 06:14", "due 01/12/2027 23:59"), ("on 22/11/2026", "on 23/11/2026")),
-    "a line": (("line 33969: javac: not found", "line 7: javac: not found"), ("line five", "line six")),
+    "a time with a short date": (
+        ("due 22/11/2026 06:14", "due 01/12/2027 23:59"),
+        ("on 22/11/2026", "on 23/11/2026"),
+    ),
+    "a line": (
+        ("line 33969: javac: not found", "line 7: javac: not found"),
+        ("line five", "line six"),
+    ),
     "a step": (("Current step 5/20", "Current step 6/20"), ("12 sheep", "13 sheep")),
     "a pid": (("pid=12 and PID: 9", "pid=77812 and PID: 1"), ("rapid 5", "rapid 6")),
     "a port": (("on port 8080", "on port 51234"), ("report 5", "report 6")),
-    "Codex's name of an output": (("Chunk ID: 8d3f21\nok", "Chunk ID: fa0b97\nok"), ("id: 8d3f21x", "id: fa0b97x")),
-    "the same in JSON": (('{"chunk_id": "8d3f21"}', '{"chunk_id": "fa0b97"}'), ('{"id": "8d3f21"}', '{"id": "fa0b97"}')),
+    "Codex's name of an output": (
+        ("Chunk ID: 8d3f21\nok", "Chunk ID: fa0b97\nok"),
+        ("id: 8d3f21x", "id: fa0b97x"),
+    ),
+    "the same in JSON": (
+        ('{"chunk_id": "8d3f21"}', '{"chunk_id": "fa0b97"}'),
+        ('{"id": "8d3f21"}', '{"id": "fa0b97"}'),
+    ),
     "a position": (("a.py:12:5: error", "a.py:120: error"), ("ratio:0.5", "ratio:0.7")),
-    "a position in a makefile": (("Makefile:12: error", "Makefile:7: error"), ("done:50%", "done:60%")),
-    "a temporary path": (("see /tmp/abc/d.txt for", "see /tmp/x-1 for"), ("/tmpfile/a", "/tmpfile/b")),  # noqa: S108  # no file
+    "a position in a makefile": (
+        ("Makefile:12: error", "Makefile:7: error"),
+        ("done:50%", "done:60%"),
+    ),
+    "a temporary path": (
+        ("see /tmp/abc/d.txt for", "see /tmp/x-1 for"),
+        ("/tmpfile/a", "/tmpfile/b"),  # noqa: S108  # no file
+    ),
     "a rate of transfer": (("at 1.2 MB/s so far", "at 870 kB/s so far"), ("3 MB", "4 MB")),
-    "a rate of a bar": (("100%|##| 8/8 [12.31it/s]", "100%|##| 8/8 [9.2it/s]"), ("120 req/s", "95 req/s")),
-    "what is left to wait": (("45 % ETA 0:03:10", "45 % ETA 0:00:07"), ("45 % at 3 MB/s", "46 % at 3 MB/s")),
-    "a bar that was drawn again": (("get\n10%\r40%\rdone", "get\n30%\rdone"), ("10%\rdone", "10%\rfailed")),
-    "a request's own id": (("failed (req_8fKs92mXa01)", "failed (req_Zx81kQp3Tt)"), ("request_handler_1", "request_handler_2")),
+    "a rate of a bar": (
+        ("100%|##| 8/8 [12.31it/s]", "100%|##| 8/8 [9.2it/s]"),
+        ("120 req/s", "95 req/s"),
+    ),
+    "what is left to wait": (
+        ("45 % ETA 0:03:10", "45 % ETA 0:00:07"),
+        ("45 % at 3 MB/s", "46 % at 3 MB/s"),
+    ),
+    "a bar that was drawn again": (
+        ("get\n10%\r40%\rdone", "get\n30%\rdone"),
+        ("10%\rdone", "10%\rfailed"),
+    ),
+    "a request's own id": (
+        ("failed (req_8fKs92mXa01)", "failed (req_Zx81kQp3Tt)"),
+        ("request_handler_1", "request_handler_2"),
+    ),
     "a request's id in JSON": (
         ('{"request_id": "aB3dE9xY", "n": 1}', '{"request_id": "Zz91xxYt-0", "n": 1}'),
         ('{"id": "101"}', '{"id": "102"}'),
     ),
-    "a request's id in a header": (("x-request-id: aB3dE9xY", "x-request-id: 0b3dE9xY"), ("request_id: 12", "request_id: 13")),
+    "a request's id in a header": (
+        ("x-request-id: aB3dE9xY", "x-request-id: 0b3dE9xY"),
+        ("request_id: 12", "request_id: 13"),
+    ),
     "a trace's id": (
         ("traceId=4bf92f3577b34da6x", "traceId=9bf92f3577b34da6y"),
         ("customer cus_N3k2LLa91x", "customer cus_Zz1kkLLa1x"),
     ),
     "a nonce": (("nonce: 8fKs92", "nonce: Zx81kQ"), ("order aB3dE9xY81", "order Zz91xxYt81")),
     "a set": (("{'b', 'a', 'c'}", "{'c', 'a', 'b'}"), ("['b', 'a']", "['a', 'b']")),
-    "a temporary path elsewhere": (("file:///var/tmp/a", "file:///var/tmp/b"), ("/home/x/tmp/a", "/home/x/tmp/b")),
+    "a temporary path elsewhere": (
+        ("file:///var/tmp/a", "file:///var/tmp/b"),
+        ("/home/x/tmp/a", "/home/x/tmp/b"),
+    ),
 }
 
 STAYS = [
@@ -196,12 +257,64 @@ _NAMES = [
 ]
 _KEYED = st.sampled_from(
     [
-        *("duration", "Elapsed", "latency", "took", "time", "Time", "wall", "query", "pid", "process", "id", "in", "ms", "Ms"),
-        *("_", "-", "s", "S", "seconds", "Millis", "taken", '"', "'", '": ', ":", "=", ">", "<", "</", " ", "\\", "\\n", "\n"),
-        *("4", "0.3", "e-5", ",", "}", "]", "AppData", "Local", "Temp", "/", "x", "\u00e9", "\u017f", "/var/folders/"),
+        *(
+            "duration",
+            "Elapsed",
+            "latency",
+            "took",
+            "time",
+            "Time",
+            "wall",
+            "query",
+            "pid",
+            "process",
+            "id",
+            "in",
+            "ms",
+            "Ms",
+        ),
+        *(
+            "_",
+            "-",
+            "s",
+            "S",
+            "seconds",
+            "Millis",
+            "taken",
+            '"',
+            "'",
+            '": ',
+            ":",
+            "=",
+            ">",
+            "<",
+            "</",
+            " ",
+            "\\",
+            "\\n",
+            "\n",
+        ),
+        *(
+            "4",
+            "0.3",
+            "e-5",
+            ",",
+            "}",
+            "]",
+            "AppData",
+            "Local",
+            "Temp",
+            "/",
+            "x",
+            "\u00e9",
+            "\u017f",
+            "/var/folders/",
+        ),
     ]
 )
-_ODD = st.sampled_from(["\u00e9", "\u00b5s", "\u65e5", "x" * 600, "fe", "1234567", "hours", "%", ".5", "Z"])
+_ODD = st.sampled_from(
+    ["\u00e9", "\u00b5s", "\u65e5", "x" * 600, "fe", "1234567", "hours", "%", ".5", "Z"]
+)
 
 
 @given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.integers(1, 3))
@@ -213,7 +326,10 @@ def test_line_by_line_normalising_equals_one_pass(text: str, times: int) -> None
     assert normalize(text) == EXACT.normalize(text)
 
 
-@given(st.lists(st.sampled_from(_NAMES), max_size=12).map("".join) | st.lists(_KEYED, max_size=30).map("".join))
+@given(
+    st.lists(st.sampled_from(_NAMES), max_size=12).map("".join)
+    | st.lists(_KEYED, max_size=30).map("".join)
+)
 def test_quick_look_misses_no_key_or_id(text: str) -> None:
     assert normalize(text) == EXACT.normalize(text)
 
@@ -222,7 +338,10 @@ def test_lines_that_are_not_ascii_are_normalised_separately() -> None:
     assert normalize("see /tmp/\u65e5x end\nsee /tmp/?x end") == "see # end\nsee /tmp/?x end"
 
 
-@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.lists(_PIECES, max_size=60).map("".join))
+@given(
+    st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join),
+    st.lists(_PIECES, max_size=60).map("".join),
+)
 def test_normalising_keeps_line_ends(one: str, other: str) -> None:
     if differ_in_lines(count_lines(one), count_lines(other)):
         assert normalize(one) != normalize(other)
@@ -231,12 +350,58 @@ def test_normalising_keeps_line_ends(one: str, other: str) -> None:
 
 
 _HOSTILE = [
-    *("\r", "a\ra", "{'", "{'a', 'b', ", "', '", "req_", "req_a1", "request_id: ", "nonce=", "1 M", "1it/"),
+    *(
+        "\r",
+        "a\ra",
+        "{'",
+        "{'a', 'b', ",
+        "', '",
+        "req_",
+        "req_a1",
+        "request_id: ",
+        "nonce=",
+        "1 M",
+        "1it/",
+    ),
     *("_a1b2c3d4-", "id:", "hunk id", "00000000 ", "1763792054 ", "b/s ", "1 0 ", "pid: ", "p"),
-    *(":1", "a:1", "1s", "1:", "1 s", "1.", "1m", "1/1/", "'1", "12:30", "line ", "line 1", "ab", "0x", "-", "M"),
+    *(
+        ":1",
+        "a:1",
+        "1s",
+        "1:",
+        "1 s",
+        "1.",
+        "1m",
+        "1/1/",
+        "'1",
+        "12:30",
+        "line ",
+        "line 1",
+        "ab",
+        "0x",
+        "-",
+        "M",
+    ),
     *("/tmp/", "aaaaaaaa-", "11111111-1111-1111-", "2026-11-22 ", "1 1s ", "Nov 1 ", "Sun, 1 Nov "),  # noqa: S108  # no file
-    *("duration", '"duration": ', '"duration": 1', "<pid ", "<pid>1", "wall_time", "time_", "total_", "Millis", '"took":"1'),
-    *("AppData/Local/Temp/", "AppData\\\\Local\\\\Temp\\\\", "AppData\\Local\\Temp\\", "/var/folders/", "time=\\"),
+    *(
+        "duration",
+        '"duration": ',
+        '"duration": 1',
+        "<pid ",
+        "<pid>1",
+        "wall_time",
+        "time_",
+        "total_",
+        "Millis",
+        '"took":"1',
+    ),
+    *(
+        "AppData/Local/Temp/",
+        "AppData\\\\Local\\\\Temp\\\\",
+        "AppData\\Local\\Temp\\",
+        "/var/folders/",
+        "time=\\",
+    ),
 ]
 
 
@@ -252,10 +417,46 @@ def test_ids_of_a_call_are_left_out() -> None:
 
 
 KEYS = [
-    *("duration", "duration_s", "duration_ms", "duration_seconds", "durationMs", "durationSeconds", "Duration", "DURATION_MS"),
-    *("duration_in_ms", "durationInMillis", "durationNanos", "total_duration", "totalDurationMs", "took", "took_ms", "tookMs"),
-    *("elapsed", "Elapsed", "elapsed_ms", "elapsedMs", "elapsed_time", "time_elapsed", "latency", "latency_ms", "latencyMs"),
-    *("wall_time", "wall-time", "walltime", "wallTimeSeconds", "execution_time", "executionTimeMs", "response_time_ms"),
+    *(
+        "duration",
+        "duration_s",
+        "duration_ms",
+        "duration_seconds",
+        "durationMs",
+        "durationSeconds",
+        "Duration",
+        "DURATION_MS",
+    ),
+    *(
+        "duration_in_ms",
+        "durationInMillis",
+        "durationNanos",
+        "total_duration",
+        "totalDurationMs",
+        "took",
+        "took_ms",
+        "tookMs",
+    ),
+    *(
+        "elapsed",
+        "Elapsed",
+        "elapsed_ms",
+        "elapsedMs",
+        "elapsed_time",
+        "time_elapsed",
+        "latency",
+        "latency_ms",
+        "latencyMs",
+    ),
+    *(
+        "wall_time",
+        "wall-time",
+        "walltime",
+        "wallTimeSeconds",
+        "execution_time",
+        "executionTimeMs",
+        "response_time_ms",
+    ),
     *(
         "query_time",
         "time_ms",
@@ -272,8 +473,32 @@ KEYS = [
 ]
 
 CONTENT = [
-    *("percent", "count", "price", "date", "id", "total", "size", "durations", "duration_count", "time", "times", "timeout"),
-    *("start_time", "end_time", "lifetime", "rapid", "cupid", "pids", "pid_count", "overtook", "process", "tookCount"),
+    *(
+        "percent",
+        "count",
+        "price",
+        "date",
+        "id",
+        "total",
+        "size",
+        "durations",
+        "duration_count",
+        "time",
+        "times",
+        "timeout",
+    ),
+    *(
+        "start_time",
+        "end_time",
+        "lifetime",
+        "rapid",
+        "cupid",
+        "pids",
+        "pid_count",
+        "overtook",
+        "process",
+        "tookCount",
+    ),
 ]
 
 WRITTEN = {
@@ -313,14 +538,24 @@ EQUAL = [
     ("/private/var/folders/zz/a_1/T/x gone", "/private/var/folders/zz/b_2/T/longer-y gone"),
     ("/private/tmp/x gone", "/private/tmp/longer-y gone"),
     ("/private/var/tmp/x gone", "/private/var/tmp/longer-y gone"),
-    (r"C:\Users\x\AppData\Local\Temp\tmpab\n.txt is gone", r"C:\Users\x\AppData\Local\Temp\tmpcde\n.txt is gone"),
-    (r'"C:\\Users\\x\\AppData\\Local\\Temp\\tmpab\\n.txt\ngone"', r'"C:\\Users\\x\\AppData\\Local\\Temp\\nab\\t.txt\ngone"'),
+    (
+        r"C:\Users\x\AppData\Local\Temp\tmpab\n.txt is gone",
+        r"C:\Users\x\AppData\Local\Temp\tmpcde\n.txt is gone",
+    ),
+    (
+        r'"C:\\Users\\x\\AppData\\Local\\Temp\\tmpab\\n.txt\ngone"',
+        r'"C:\\Users\\x\\AppData\\Local\\Temp\\nab\\t.txt\ngone"',
+    ),
     ("C:/Users/x/AppData/Local/Temp/a gone", "C:/Users/x/AppData/Local/Temp/longer-b gone"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("key", "written"), [*((key, WRITTEN["JSON"]) for key in KEYS), *(("duration_ms", form) for form in WRITTEN.values())]
+    ("key", "written"),
+    [
+        *((key, WRITTEN["JSON"]) for key in KEYS),
+        *(("duration_ms", form) for form in WRITTEN.values()),
+    ],
 )
 def test_durations_and_process_ids_are_left_out(key: str, written: str) -> None:
     texts = [written.format(key=key, number=number) for number in NUMBERS]
@@ -330,10 +565,13 @@ def test_durations_and_process_ids_are_left_out(key: str, written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "written"), [*((key, WRITTEN["JSON"]) for key in CONTENT), *(("count", form) for form in WRITTEN.values())]
+    ("key", "written"),
+    [*((key, WRITTEN["JSON"]) for key in CONTENT), *(("count", form) for form in WRITTEN.values())],
 )
 def test_numbers_under_other_keys_are_compared(key: str, written: str) -> None:
-    assert len({normalize(written.format(key=key, number=number)) for number in ("4", "5", "46")}) == 3
+    assert (
+        len({normalize(written.format(key=key, number=number)) for number in ("4", "5", "46")}) == 3
+    )
 
 
 @pytest.mark.parametrize(("one", "other"), ELSEWHERE)
@@ -347,7 +585,11 @@ def test_temporary_folders_and_test_times_are_left_out(one: str, other: str) -> 
     assert may_be_equal(normalize_head(one), normalize_head(other))
 
 
-@given(st.lists(_KEYED, max_size=60).map("".join), st.lists(_KEYED, max_size=30).map("".join), st.data())
+@given(
+    st.lists(_KEYED, max_size=60).map("".join),
+    st.lists(_KEYED, max_size=30).map("".join),
+    st.data(),
+)
 def test_quick_look_accepts_equal_starts(start: str, end: str, data: st.DataObject) -> None:
     """Wherever the start of a result is cut."""
     numbers = st.sampled_from([*NUMBERS, "12345678901234567890.12345678901234567890e-100"])
@@ -357,10 +599,13 @@ def test_quick_look_accepts_equal_starts(start: str, end: str, data: st.DataObje
         for _ in range(2)
     ]
 
-    assert normalize(one) != normalize(other) or may_be_equal(normalize_head(one), normalize_head(other))
+    assert normalize(one) != normalize(other) or may_be_equal(
+        normalize_head(one), normalize_head(other)
+    )
 
 
-def repeat(tool: str, result: str, times: int, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+# JSON
+def repeat(tool: str, result: str, times: int, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401
     """A chat in which a tool is called again and again; `@` is the number of the turn."""
     return as_chat(
         [
@@ -375,13 +620,20 @@ def repeat(tool: str, result: str, times: int, **arguments: Any) -> dict[str, An
     )
 
 
-LADDER: dict[str, Any] = {"action": "steer", "escalate": {"land": 5, "reject": 7}, "weak_threshold": 14}
+LADDER: dict[str, Any] = {
+    "action": "steer",
+    "escalate": {"land": 5, "reject": 7},
+    "weak_threshold": 14,
+}
 CODEX = '{"output": "cat: x: No such file", "metadata": {"exit_code": 1, "duration_seconds": 0.@}}'
 CONVERSATIONS: dict[str, tuple[dict[str, Any], bool]] = {
     "an error with other durations": (repeat("shell", CODEX, 7, command="cat x"), True),
     "the same six times": (repeat("shell", CODEX, 6, command="cat x"), False),
     "searches that differ in time": (repeat("find", '{"took": @, "hits": []}', 16, q="x"), True),
-    "the same, which wait as weak loops do": (repeat("find", '{"took": @, "hits": []}', 15, q="x"), False),
+    "the same, which wait as weak loops do": (
+        repeat("find", '{"took": @, "hits": []}', 15, q="x"),
+        False,
+    ),
     "the same wait": (repeat("wait", "error: boom", 7, duration=5), True),
     "other waits": (repeat("wait", '{"waited": @}', 7, duration="@", pid="@"), False),
     "other records": (repeat("next", '{"id": @, "duration_ms": 4}', 16), False),

@@ -71,7 +71,10 @@ STRENGTHS: dict[str, tuple[list[Did], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("turns", "more", "expected"), STRENGTHS.values(), ids=STRENGTHS)
 def test_loop_is_strong_or_weak(turns: list[Did], more: dict[str, Any], expected: str) -> None:
-    """Errors and long results are strong. Transient errors, missing things and talk to an agent with tools are weak."""
+    """Errors and long results are strong.
+
+    Transient errors, missing things and talk to an agent with tools are weak.
+    """
     assert find_strength(as_chat(turns) | more) == expected
 
 
@@ -87,32 +90,58 @@ LADDERS: list[tuple[tuple[tuple[str, int], ...], dict[int, str]]] = [
     ((("throttle", 3),), {3: "warn", 14: "throttle"}),
     ((("steer", 3),), {3: "steer", 14: "steer"}),
     ((("steer", 3), ("reject", 7)), {3: "steer", 13: "steer", 14: "reject"}),
-    ((("steer", 3), ("land", 5), ("reject", 7)), {3: "steer", 13: "steer", 14: "land", 15: "land", 16: "reject"}),
+    (
+        (("steer", 3), ("land", 5), ("reject", 7)),
+        {3: "steer", 13: "steer", 14: "land", 15: "land", 16: "reject"},
+    ),
     ((("throttle", 3), ("reject", 7)), {13: "throttle", 14: "reject"}),
 ]
 
 
 @pytest.mark.parametrize(("ladder", "expected"), LADDERS)
-def test_weak_loop_waits_for_weak_threshold(ladder: tuple[tuple[str, int], ...], expected: dict[int, str]) -> None:
+def test_weak_loop_waits_for_weak_threshold(
+    ladder: tuple[tuple[str, int], ...], expected: dict[int, str]
+) -> None:
     (action, threshold), *later = ladder
-    keys = {"action": action, "threshold_identical_requests": threshold, "escalate": dict(later), "max_delay_ms": 1}
+    keys = {
+        "action": action,
+        "threshold_identical_requests": threshold,
+        "escalate": dict(later),
+        "max_delay_ms": 1,
+    }
 
-    assert {times: act(polls("ok", times), weak_threshold=14, **keys) for times in expected} == expected
+    assert {
+        times: act(polls("ok", times), weak_threshold=14, **keys) for times in expected
+    } == expected
 
 
 def test_weak_cycle_waits_until_it_fills_32_turns() -> None:
     """A cycle of three turns never repeats fourteen times in 32: 30 turns are enough for the next action."""
-    keys = {"action": "steer", "escalate": {"throttle": 5, "reject": 7}, "weak_threshold": 14, "max_delay_ms": 1}
+    keys = {
+        "action": "steer",
+        "escalate": {"throttle": 5, "reject": 7},
+        "weak_threshold": 14,
+        "max_delay_ms": 1,
+    }
     turns = [polls("ok", 1, tool)[0] for tool in "abc"] * 11
 
-    assert [act(turns[:end], **keys) for end in (29, 30, 31, 32)] == ["steer", "throttle", "throttle", "reject"]
+    assert [act(turns[:end], **keys) for end in (29, 30, 31, 32)] == [
+        "steer",
+        "throttle",
+        "throttle",
+        "reject",
+    ]
 
 
-@pytest.mark.parametrize(("result", "expected"), [("ok", ["warn", "allow"]), ("error", ["reject", "reject"])])
+@pytest.mark.parametrize(
+    ("result", "expected"), [("ok", ["warn", "allow"]), ("error", ["reject", "reject"])]
+)
 def test_weak_loop_starts_no_cooldown(result: str, expected: list[str]) -> None:
     bodies = [as_chat(polls(result, times)) for times in (3, 1)]
 
-    assert [told.action for told in tell_all(bodies, weak_threshold=14, cooldown_seconds=60)] == expected
+    assert [
+        told.action for told in tell_all(bodies, weak_threshold=14, cooldown_seconds=60)
+    ] == expected
 
 
 def test_strength_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,13 +154,17 @@ def test_strength_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         send(service, body)
 
     labels = {"policy": "p", "detector": "default", "mode": "enforce", "action": "steer"}
-    assert [sample(service, "detections_total", **labels, strength=each) for each in ("weak", "strong")] == [1, 1]
+    assert [
+        sample(service, "detections_total", **labels, strength=each) for each in ("weak", "strong")
+    ] == [1, 1]
     assert [vars(record)["fields"]["strength"] for record in caplog.records] == ["weak", "strong"]
     loops = service.reporter.loops.list_loops()
     shown = describe_loops(loops, Prices(None), [], shows_callers=False, now=time.time())
     assert sorted(loop["strength"] for loop in shown) == ["strong", "weak"]
     described = [looks.describe(looks.compare(Document(body))[1]) for body in bodies]
-    assert described == [f"poll: 3 of 3 turns (repeat, {strength})" for strength in ("weak", "strong")]
+    assert described == [
+        f"poll: 3 of 3 turns (repeat, {strength})" for strength in ("weak", "strong")
+    ]
 
 
 @pytest.mark.parametrize("shape", ["chat", "anthropic"])
@@ -147,7 +180,10 @@ def test_strength_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 def test_word_of_a_person_starts_anew(words: tuple[str, ...], expected: str, shape: str) -> None:
     """Words that occur twice, digits left out, are those of a program."""
     said = [Did((), (), each, "It failed.") for each in words]
-    turns = [*polls("error: boom", 3, "run"), *[t for each in said for t in (each, *polls("error: boom", 1, "run"))]]
+    turns = [
+        *polls("error: boom", 3, "run"),
+        *[t for each in said for t in (each, *polls("error: boom", 1, "run"))],
+    ]
 
     assert tell(SHAPES[shape](turns), action="steer", escalate={"reject": 4}).action == expected
 
@@ -183,7 +219,10 @@ def find_role(*names: str, **more: Any) -> str:  # noqa: ANN401  # of the body
     ],
 )
 def test_tool_names_tell_reads_from_changes(name: str, role: str) -> None:
-    """The first verb decides; notes an agent writes for itself change nothing. Hints go before names."""
+    """The first verb decides; notes an agent writes for itself change nothing.
+
+    Hints go before names.
+    """
     assert find_role(name) == role
     assert find_role(name, tools=[declare(name, reads=True)]) == "reads"
     assert find_role(name, tools=[declare(name, reads=False)]) == "changes"
@@ -195,14 +234,20 @@ def test_tool_names_tell_reads_from_changes(name: str, role: str) -> None:
 def test_read_only_hint_may_be_in_or_beside_function(place: str) -> None:
     hint = {"annotations": {"readOnlyHint": True}}
     function = {"name": "alpha"} | (hint if place == "in the function" else {})
-    tool = {"type": "function", "function": function} | (hint if place == "beside the function" else {})
+    tool = {"type": "function", "function": function} | (
+        hint if place == "beside the function" else {}
+    )
 
     assert find_role("alpha") == ""
     assert find_role("alpha", tools=[tool]) == "reads"
 
 
 def test_only_successful_change_ends_a_repeated_read() -> None:
-    look, change, failure = polls("a.py", 1, "ls"), polls("done", 1, "cp"), polls("error: boom", 1, "cp")
+    look, change, failure = (
+        polls("a.py", 1, "ls"),
+        polls("done", 1, "cp"),
+        polls("error: boom", 1, "cp"),
+    )
 
     assert act([*look, *look, *change, *look]) == "allow"
     assert act([*look, *look, *failure, *look]) == "reject"

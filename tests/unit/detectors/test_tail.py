@@ -22,17 +22,22 @@ from tests.support.service import decoded, exchange, make_service
 
 _NOTHING_TO_COMPARE = ("chat_empty", "responses_conversation")
 _SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
-_FOLDABLE = st.text(st.sampled_from("aAzZ@[`{\x00\x08\x0e\x1b\x1c\x1f\x7f\u200bİßΣé" + _SPACES)) | st.text()
+_FOLDABLE = (
+    st.text(st.sampled_from("aAzZ@[`{\x00\x08\x0e\x1b\x1c\x1f\x7f\u200bİßΣé" + _SPACES)) | st.text()
+)
 
 
 def compared(value: Any, messages: int = 3) -> bytes:  # noqa: ANN401  # any JSON value
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
-    found, said = Tail(LoopDetection(similarity="tail", tail_messages=messages)).compare(Document(data))
+    found, said = Tail(LoopDetection(similarity="tail", tail_messages=messages)).compare(
+        Document(data)
+    )
     assert said is None
     return found
 
 
-def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:  # noqa: ANN401  # any JSON value
+# Any JSON value
+def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:  # noqa: ANN401
     return {"model": "m", "messages": list(messages), **more}
 
 
@@ -41,7 +46,9 @@ def user(content: Any) -> dict[str, Any]:  # noqa: ANN401  # any JSON value
 
 
 def call(name: str = "f", arguments: str = "{}", identity: str = "1") -> dict[str, Any]:
-    calls = [{"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}]
+    calls = [
+        {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+    ]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
@@ -65,15 +72,31 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "model": (chat(user("a")), {**chat(user("a")), "model": "M"}, False),
     "no model": (chat(user("a")), {"messages": [user("a")]}, False),
     "role": (chat(user("a")), chat({"role": "assistant", "content": "a"}), False),
-    "sampling": (chat(user("a"), temperature=0), chat(user("a"), temperature=1, stream=True, tools=[{}]), True),
+    "sampling": (
+        chat(user("a"), temperature=0),
+        chat(user("a"), temperature=1, stream=True, tools=[{}]),
+        True,
+    ),
     "name": (chat(user("a")), chat({**user("a"), "name": "ann"}), True),
-    "older messages": (chat(user("x"), user("a"), user("b"), user("c")), chat(user("a"), user("b"), user("c")), True),
-    "third message": (chat(user("a"), user("b"), user("c")), chat(user("x"), user("b"), user("c")), False),
+    "older messages": (
+        chat(user("x"), user("a"), user("b"), user("c")),
+        chat(user("a"), user("b"), user("c")),
+        True,
+    ),
+    "third message": (
+        chat(user("a"), user("b"), user("c")),
+        chat(user("x"), user("b"), user("c")),
+        False,
+    ),
     "order": (chat(user("a"), user("b")), chat(user("b"), user("a")), False),
     "two messages or one": (chat(user("a"), user("b")), chat(user("a b")), False),
     "an empty message more": (chat(user("a")), chat(user("a"), user("")), False),
     "text or parts": (chat(user("a")), chat(user([{"type": "text", "text": "A "}])), True),
-    "an empty part more": (chat(user("a")), chat(user([{"type": "text", "text": "a"}, {"type": "text", "text": " "}])), True),
+    "an empty part more": (
+        chat(user("a")),
+        chat(user([{"type": "text", "text": "a"}, {"type": "text", "text": " "}])),
+        True,
+    ),
     "parts joined": (
         chat(user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])),
         chat(user([{"type": "text", "text": "a b"}])),
@@ -84,16 +107,32 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         chat(user([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}])),
         True,
     ),
-    "nothing or null": (chat({"role": "assistant"}), chat({"role": "assistant", "content": None}), True),
-    "nothing or empty": (chat({"role": "assistant", "content": []}), chat({"role": "assistant", "content": ""}), True),
+    "nothing or null": (
+        chat({"role": "assistant"}),
+        chat({"role": "assistant", "content": None}),
+        True,
+    ),
+    "nothing or empty": (
+        chat({"role": "assistant", "content": []}),
+        chat({"role": "assistant", "content": ""}),
+        True,
+    ),
     "call id": (chat(call(identity="1")), chat(call(identity="2")), True),
     "tool": (chat(call("f")), chat(call("g")), False),
     "tool's case": (chat(call("f")), chat(call("F")), False),
-    "arguments by meaning": (chat(call("f", '{"a":1,"b":2}')), chat(call("f", '{ "b": 2.0, "a": 1 }')), True),
+    "arguments by meaning": (
+        chat(call("f", '{"a":1,"b":2}')),
+        chat(call("f", '{ "b": 2.0, "a": 1 }')),
+        True,
+    ),
     "arguments": (chat(call("f", '{"a":1}')), chat(call("f", '{"a":"1"}')), False),
     "arguments' case": (chat(call("f", '{"a":"x"}')), chat(call("f", '{"a":"X"}')), False),
     "broken arguments": (chat(call("f", '{"a":')), chat(call("f", ' {"a": ')), True),
-    "call or text": (chat(call("f", "{}")), chat({"role": "assistant", "content": "call f {}"}), False),
+    "call or text": (
+        chat(call("f", "{}")),
+        chat({"role": "assistant", "content": "call f {}"}),
+        False,
+    ),
     "result": (
         chat(call(), {"role": "tool", "tool_call_id": "1", "content": "a"}),
         chat(call(), {"role": "tool", "tool_call_id": "1", "content": "b"}),
@@ -101,7 +140,14 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     ),
     "result's id and spelling": (
         chat(call(identity="1"), {"role": "tool", "tool_call_id": "1", "content": "Not  found"}),
-        chat(call(identity="2"), {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "not found "}]}),
+        chat(
+            call(identity="2"),
+            {
+                "role": "tool",
+                "tool_call_id": "2",
+                "content": [{"type": "text", "text": "not found "}],
+            },
+        ),
         True,
     ),
     "image": (
@@ -130,23 +176,59 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         False,
     ),
     "no failure": (
-        chat(user([{"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": False}])),
+        chat(
+            user([{"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": False}])
+        ),
         chat(user([{"type": "tool_result", "tool_use_id": "2", "content": "a"}])),
         True,
     ),
     "Anthropic's arguments": (
-        chat({"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1, "b": 2}}]}),
-        chat({"role": "assistant", "content": [{"type": "tool_use", "id": "2", "name": "f", "input": {"b": 2.0, "a": 1}}]}),
+        chat(
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1, "b": 2}}
+                ],
+            }
+        ),
+        chat(
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": "2", "name": "f", "input": {"b": 2.0, "a": 1}}
+                ],
+            }
+        ),
         True,
     ),
     "thoughts": (
-        chat({"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "a"}]}),
+        chat(
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "a"}],
+            }
+        ),
         chat({"role": "assistant", "content": [{"type": "text", "text": "a"}]}),
         True,
     ),
     "items' thoughts and ids": (
-        {"input": [{"type": "reasoning", "id": "1"}, {"type": "function_call", "id": "1", "call_id": "1", "name": "f"}]},
-        {"input": [{"type": "function_call", "id": "2", "call_id": "2", "name": "f", "status": "completed"}]},
+        {
+            "input": [
+                {"type": "reasoning", "id": "1"},
+                {"type": "function_call", "id": "1", "call_id": "1", "name": "f"},
+            ]
+        },
+        {
+            "input": [
+                {
+                    "type": "function_call",
+                    "id": "2",
+                    "call_id": "2",
+                    "name": "f",
+                    "status": "completed",
+                }
+            ]
+        },
         True,
     ),
     "items' arguments": (
@@ -160,8 +242,21 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         False,
     ),
     "unknown items": (
-        {"input": [{"type": "web_search_call", "id": "1", "status": "completed", "action": {"query": "a"}}]},
-        {"input": [{"type": "web_search_call", "id": "2", "status": "failed", "action": {"query": "a"}}]},
+        {
+            "input": [
+                {
+                    "type": "web_search_call",
+                    "id": "1",
+                    "status": "completed",
+                    "action": {"query": "a"},
+                }
+            ]
+        },
+        {
+            "input": [
+                {"type": "web_search_call", "id": "2", "status": "failed", "action": {"query": "a"}}
+            ]
+        },
         True,
     ),
     "unknown items' contents": (
@@ -169,18 +264,28 @@ _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         {"input": [{"type": "web_search_call", "id": "1", "action": {"query": "b"}}]},
         False,
     ),
-    "input as a text": ({"input": "a"}, {"input": [user([{"type": "input_text", "text": " A"}])]}, True),
+    "input as a text": (
+        {"input": "a"},
+        {"input": [user([{"type": "input_text", "text": " A"}])]},
+        True,
+    ),
     "prompt": ({"prompt": "Once upon"}, {"prompt": "once  upon "}, True),
     "another prompt": ({"prompt": "Once"}, {"prompt": "twice"}, False),
     "prompts": ({"prompt": ["a", "b"]}, {"prompt": ["a", "c"]}, False),
     "tokens": ({"prompt": [1, 2]}, {"prompt": [1, 3]}, False),
-    "server's history": ({"input": "a", "previous_response_id": "1"}, {"input": "a", "previous_response_id": "2"}, False),
+    "server's history": (
+        {"input": "a", "previous_response_id": "1"},
+        {"input": "a", "previous_response_id": "2"},
+        False,
+    ),
     "words that look like ours": (chat(user("a"), user("b")), chat(user("a\u00fe\u00ffb")), False),
 }
 
 
 @pytest.mark.parametrize(("one", "other", "same"), _PAIRS.values(), ids=_PAIRS)
-def test_messages_are_compared_without_ids_and_options(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+def test_messages_are_compared_without_ids_and_options(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
     assert (compared(one) == compared(other)) is same
 
 
@@ -189,7 +294,9 @@ def test_tail_messages_sets_how_many_are_compared() -> None:
 
     def matters(messages: int) -> list[bool]:
         others = [[*said[:place], user("other"), *said[place + 1 :]] for place in range(6)]
-        return [compared(chat(*said), messages) != compared(chat(*other), messages) for other in others]
+        return [
+            compared(chat(*said), messages) != compared(chat(*other), messages) for other in others
+        ]
 
     assert matters(LoopDetection().tail_messages) == [False] * 3 + [True] * 3
     assert [sum(matters(messages)) for messages in (1, 2, 5, 6, 200)] == [1, 2, 5, 6, 6]
@@ -199,11 +306,21 @@ def _respelled(value: Any) -> str:  # noqa: ANN401  # any JSON value
     """A value with each character escaped, objects reversed, more spaces, and exponents."""
     if isinstance(value, str):
         units = value.encode("utf-16-be").hex()
-        return '"' + "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4)) + '"'
+        return (
+            '"'
+            + "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
+            + '"'
+        )
     if isinstance(value, list):
         return "[ " + " , ".join(map(_respelled, value)) + " ]"
     if isinstance(value, dict):
-        return "{\n" + " ,\t".join(f"{_respelled(name)} : {_respelled(value[name])}" for name in reversed(value)) + "\r}"
+        return (
+            "{\n"
+            + " ,\t".join(
+                f"{_respelled(name)} : {_respelled(value[name])}" for name in reversed(value)
+            )
+            + "\r}"
+        )
     return json.dumps(value) if value is None or isinstance(value, bool) else f"{value}e0"
 
 
@@ -238,39 +355,79 @@ def test_conversation_with_same_end_is_refused() -> None:
     answers = []
 
     for number in range(4):
-        history += [user("again"), call(identity=str(number)), {"role": "tool", "tool_call_id": str(number), "content": "no"}]
+        history += [
+            user("again"),
+            call(identity=str(number)),
+            {"role": "tool", "tool_call_id": str(number), "content": "no"},
+        ]
         requests = [("ann", "m"), ("bob", "m"), ("ann", "n")] if number == 2 else [("ann", "m")]
         for name, model in requests:
             data = json.dumps({**chat(*history), "model": model}).encode()
-            answers.append(decoded(exchange(service, headers(x_user=name), body(data))[-1]).WhichOneof("response"))
+            answers.append(
+                decoded(exchange(service, headers(x_user=name), body(data))[-1]).WhichOneof(
+                    "response"
+                )
+            )
 
-    assert answers == ["request_body"] * 2 + ["immediate_response", "request_body", "request_body", "immediate_response"]
+    assert answers == ["request_body"] * 2 + [
+        "immediate_response",
+        "request_body",
+        "request_body",
+        "immediate_response",
+    ]
 
 
 def _written(paths: Sequence[str], shape: str) -> dict[str, Any]:
     """A turn in which several files are written at once, each with the same answer."""
     calls = [(f"id{number}", json.dumps({"path": path})) for number, path in enumerate(paths)]
     if shape == "chat":
-        asked = [{"id": call, "type": "function", "function": {"name": "write", "arguments": text}} for call, text in calls]
+        asked = [
+            {"id": call, "type": "function", "function": {"name": "write", "arguments": text}}
+            for call, text in calls
+        ]
         answers = [{"role": "tool", "tool_call_id": call, "content": "ok"} for call, _ in calls]
-        return {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": asked}, *answers]}
-    items = [{"type": "function_call", "call_id": call, "name": "write", "arguments": text} for call, text in calls]
-    return {"input": [*items, *({"type": "function_call_output", "call_id": call, "output": "ok"} for call, _ in calls)]}
+        return {
+            "messages": [
+                {"role": "user", "content": "go"},
+                {"role": "assistant", "tool_calls": asked},
+                *answers,
+            ]
+        }
+    items = [
+        {"type": "function_call", "call_id": call, "name": "write", "arguments": text}
+        for call, text in calls
+    ]
+    return {
+        "input": [
+            *items,
+            *(
+                {"type": "function_call_output", "call_id": call, "output": "ok"}
+                for call, _ in calls
+            ),
+        ]
+    }
 
 
 @pytest.mark.parametrize("shape", ["chat", "responses"])
 def test_results_are_compared_with_their_calls(shape: str) -> None:
     """Even if the calls are further back than the tail."""
-    one, other, again = (compared(_written(paths, shape)) for paths in (["a", "b", "c"], ["d", "e", "f"], ["a", "b", "c"]))
+    one, other, again = (
+        compared(_written(paths, shape))
+        for paths in (["a", "b", "c"], ["d", "e", "f"], ["a", "b", "c"])
+    )
 
     assert one == again
     assert one != other
 
 
-@pytest.mark.parametrize("given", ["continue", [{"type": "function_call_output", "call_id": "a", "output": "ok"}]])
+@pytest.mark.parametrize(
+    "given", ["continue", [{"type": "function_call_output", "call_id": "a", "output": "ok"}]]
+)
 def test_previous_response_is_compared(given: object) -> None:
     """The server keeps the history, so equal words may be progress."""
-    one, other, again = (compared({"input": given, "previous_response_id": name}) for name in ("r1", "r2", "r1"))
+    one, other, again = (
+        compared({"input": given, "previous_response_id": name}) for name in ("r1", "r2", "r1")
+    )
 
     assert one == again
     assert one != other
@@ -278,21 +435,29 @@ def test_previous_response_is_compared(given: object) -> None:
 
 def test_conversation_kept_by_server_is_uncounted() -> None:
     with pytest.raises(NotCounted, match="no_history"):
-        Tail(LoopDetection(similarity="tail")).compare(Document(b'{"conversation":"c","input":"continue"}'))
+        Tail(LoopDetection(similarity="tail")).compare(
+            Document(b'{"conversation":"c","input":"continue"}')
+        )
 
 
 def test_message_in_unknown_keys_is_compared_whole() -> None:
-    one, other = ({"messages": [{"role": "user", "parts": [{"text": text}]}]} for text in ("a", "b"))
+    one, other = (
+        {"messages": [{"role": "user", "parts": [{"text": text}]}]} for text in ("a", "b")
+    )
 
     assert compared(one) != compared(other)
 
 
 def test_texts_to_embed_are_no_conversation() -> None:
     with pytest.raises(NotCounted, match="no_messages"):
-        Tail(LoopDetection(similarity="tail")).compare(Document(b'{"model":"m","input":["doc 1","",""]}'))
+        Tail(LoopDetection(similarity="tail")).compare(
+            Document(b'{"model":"m","input":["doc 1","",""]}')
+        )
 
 
 def test_item_references_are_compared_by_id() -> None:
-    one, other = ({"input": [{"type": "item_reference", "id": identity}]} for identity in ("a", "b"))
+    one, other = (
+        {"input": [{"type": "item_reference", "id": identity}]} for identity in ("a", "b")
+    )
 
     assert compared(one) != compared(other)

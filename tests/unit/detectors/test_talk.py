@@ -24,7 +24,10 @@ PEOPLE = ["continue", "next", "yes", "go on, please", "Anything else?", "ok, and
 def talk(said: str, times: int) -> list[Turn]:
     """The user says the same, whatever the assistant says."""
     return [
-        Turn("", f"I am blocked for reason {'abcdefghij'[n % 10] * (n // 10 + 1)}.", said.format(n=n)) for n in range(times)
+        Turn(
+            "", f"I am blocked for reason {'abcdefghij'[n % 10] * (n // 10 + 1)}.", said.format(n=n)
+        )
+        for n in range(times)
     ]
 
 
@@ -48,10 +51,18 @@ def test_talk_to_a_program_is_a_weak_loop(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_talk_to_a_person_gets_a_note_at_most(shape: str) -> None:
     for said in PEOPLE:
-        assert [ask(talk(said, times), shape).action for times in (9, 10, 30, 40)] == ["allow", "steer", "steer", "steer"]
+        assert [ask(talk(said, times), shape).action for times in (9, 10, 30, 40)] == [
+            "allow",
+            "steer",
+            "steer",
+            "steer",
+        ]
 
 
-@pytest.mark.parametrize("other", [Turn("view", "a", "ok"), Turn("", "Hm.", "Now write the tests for the new page, please.")])
+@pytest.mark.parametrize(
+    "other",
+    [Turn("view", "a", "ok"), Turn("", "Hm.", "Now write the tests for the new page, please.")],
+)
 def test_action_or_other_words_end_talk(other: Turn) -> None:
     said = PROGRAMS[0]
 

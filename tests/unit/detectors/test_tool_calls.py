@@ -37,7 +37,10 @@ def call(name: str, result: str = "x", **arguments: object) -> Did:
 
 
 def join(*turns: Did) -> Did:
-    return Did(tuple(call for turn in turns for call in turn.calls), tuple(result for turn in turns for result in turn.results))
+    return Did(
+        tuple(call for turn in turns for call in turn.calls),
+        tuple(result for turn in turns for result in turn.results),
+    )
 
 
 _A, _B = call("f", a=1), call("g")
@@ -56,17 +59,29 @@ def _rule(loop: dict[str, Any], name: str) -> Rule:
     tools: dict[str, dict[str, Any]] = loop.get("tools", {})
     fitting = [tools[pattern] for pattern in tools if pattern == name]
     patterns = [pattern for pattern in tools if "*" in pattern]
-    fitting += [tools[each] for each in patterns if re.fullmatch(re.escape(each).replace(r"\*", ".*"), name, re.DOTALL)]
+    fitting += [
+        tools[each]
+        for each in patterns
+        if re.fullmatch(re.escape(each).replace(r"\*", ".*"), name, re.DOTALL)
+    ]
     tool = fitting[0] if fitting else {}
     threshold = tool.get("threshold", loop["threshold_identical_requests"])
-    return tool.get("allow", False), threshold, tool.get("window_calls", loop["window_calls"]), bool(fitting)
+    return (
+        tool.get("allow", False),
+        threshold,
+        tool.get("window_calls", loop["window_calls"]),
+        bool(fitting),
+    )
 
 
 def _keys(turn: Did, loop: dict[str, Any]) -> list[Key]:
     """What the calls of a turn are compared by, each once, where it was made last."""
     pairs = zip_longest(turn.calls, turn.results)
     kept = loop.get("compare_results", True)
-    keys = [(name, json.dumps(given, sort_keys=True), result if kept else "any") for (name, given), result in pairs]
+    keys = [
+        (name, json.dumps(given, sort_keys=True), result if kept else "any")
+        for (name, given), result in pairs
+    ]
     return list(dict.fromkeys(key for key in reversed(keys) if not _rule(loop, key[0])[0]))[::-1]
 
 
@@ -74,7 +89,9 @@ def oracle(turns: Sequence[Did], more: dict[str, Any]) -> set[tuple[str, int]]:
     """All (tools, count) that may be reported as a loop, empty for none: the specification as code."""
     loop = DEFAULTS | more
     if loop.get("reset_on_user_message", True):
-        turns = turns[max([place + 1 for place, turn in enumerate(turns) if turn.user], default=0) :]
+        turns = turns[
+            max([place + 1 for place, turn in enumerate(turns) if turn.user], default=0) :
+        ]
     if not turns or not turns[-1].calls:
         return set()
     rounds = [_keys(turn, loop) for turn in turns if turn.calls]
@@ -88,7 +105,9 @@ def oracle(turns: Sequence[Did], more: dict[str, Any]) -> set[tuple[str, int]]:
             continue
         equal = [other for other, same in among if same == key]
         last = equal[-threshold:]
-        between = [other for other in range(last[0], last[-1]) if other not in last and rounds[other]]
+        between = [
+            other for other in range(last[0], last[-1]) if other not in last and rounds[other]
+        ]
         new = [other for other in between if set(rounds[other]) not in map(set, rounds[:other])]
         if len(equal) >= threshold and len(new) <= threshold - 2:
             found.add((key[0], len(equal)))
@@ -108,7 +127,10 @@ def oracle(turns: Sequence[Did], more: dict[str, Any]) -> set[tuple[str, int]]:
 
 
 _CALLS = st.lists(
-    st.tuples(st.sampled_from(["f", "g", "wait_for_it", "poll"]), st.sampled_from([{}, {"a": 1, "b": [1, None]}, {"a": 2}])),
+    st.tuples(
+        st.sampled_from(["f", "g", "wait_for_it", "poll"]),
+        st.sampled_from([{}, {"a": 1, "b": [1, None]}, {"a": 2}]),
+    ),
     min_size=1,
     max_size=3,
 ).map(tuple)
@@ -135,7 +157,9 @@ _LOOPS = st.fixed_dictionaries(
         "tools": st.fixed_dictionaries(
             {},
             optional={
-                "poll": st.fixed_dictionaries({"threshold": st.integers(2, 6), "window_calls": st.integers(6, 12)}),
+                "poll": st.fixed_dictionaries(
+                    {"threshold": st.integers(2, 6), "window_calls": st.integers(6, 12)}
+                ),
                 "wait*": st.just({"allow": True}),
                 "*": st.fixed_dictionaries({"threshold": st.integers(2, 3)}),
                 "w*t": st.just({"threshold": 2}),
@@ -156,13 +180,18 @@ _LOOPS = st.fixed_dictionaries(
 def test_every_api_gets_the_verdict_of_the_oracle(turns: list[Did], loop: dict[str, Any]) -> None:
     """If results are missing, calls with ids lack the last ones, calls without ids the first ones."""
     missing: Any = None
-    last = [turn._replace(results=(missing,) * (len(turn.calls) - len(turn.results)) + turn.results) for turn in turns]
+    last = [
+        turn._replace(results=(missing,) * (len(turn.calls) - len(turn.results)) + turn.results)
+        for turn in turns
+    ]
     by_id, by_order = oracle(turns, loop) or {("", 0)}, oracle(last, loop) or {("", 0)}
 
     for name, write in SHAPES.items():
         told = judge(write(turns), **loop)
         assert (told.tool, told.count) in (by_order if name in {"gemini", "ollama"} else by_id)
-        assert ("the same result" in told.what) == (told.rule == "calls" and loop.get("compare_results", True))
+        assert ("the same result" in told.what) == (
+            told.rule == "calls" and loop.get("compare_results", True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +225,12 @@ def test_loops_in_recorded_requests_are_found(name: str, tools: str) -> None:
     [
         *[
             BODIES[name]
-            for name in ("responses_previous", "responses_conversation", "completions_prompt", "completions_tokens")
+            for name in (
+                "responses_previous",
+                "responses_conversation",
+                "completions_prompt",
+                "completions_tokens",
+            )
         ],
         b'{"input":"a","previous_response_id":"r"}',
         b'{"input":[{"role":"user","content":"a"}],"conversation":"c"}',
@@ -257,10 +291,18 @@ CASES: dict[str, tuple[list[Did], dict[str, Any], int]] = {
     "a cycle longer than the window": ([_A, _B] * 3, {"window_calls": 3}, 3),
     "half a round less": ([*[_A, _B] * 2, _A], {"window_calls": 3}, 0),
     "no cycles wanted": ([_A, _B] * 3, {"window_calls": 3, "max_cycle": 1}, 0),
-    "a shorter cycle wanted": ([call(name) for name in "abcd" * 3], {"window_calls": 3, "max_cycle": 3}, 0),
+    "a shorter cycle wanted": (
+        [call(name) for name in "abcd" * 3],
+        {"window_calls": 3, "max_cycle": 3},
+        0,
+    ),
     "a cycle that holds a call twice": ([_A, _B, _B] * 4, {"window_calls": 3}, 0),
     "a cycle of one turn": ([join(_A, _B)] * 3, {"window_calls": 3}, 3),
-    "a cycle cut by the user": ([_A, _B, _A, _B._replace(user="go on"), _A, _B], {"window_calls": 3}, 0),
+    "a cycle cut by the user": (
+        [_A, _B, _A, _B._replace(user="go on"), _A, _B],
+        {"window_calls": 3},
+        0,
+    ),
     "allowed": ([_A] * 3, {"tools": {"f": {"allow": True}}}, 0),
     "left out": ([_A, _B, _A, _A], {"window_calls": 3, "tools": {"g": {"allow": True}}}, 3),
     "a tool's own threshold": ([_A] * 3, {"tools": {"f": {"threshold": 4}}}, 0),
@@ -271,22 +313,32 @@ CASES: dict[str, tuple[list[Did], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize(("turns", "more", "count"), CASES.values(), ids=CASES)
-def test_repeated_calls_and_cycles_are_loops(turns: list[Did], more: dict[str, Any], count: int) -> None:
+def test_repeated_calls_and_cycles_are_loops(
+    turns: list[Did], more: dict[str, Any], count: int
+) -> None:
     found = {name: judge(write(turns), **more).count for name, write in SHAPES.items()}
 
     assert found == dict.fromkeys(SHAPES, count)
 
 
 def name_all(shape: str, histories: Sequence[Sequence[Did]], **more: Any) -> list[str]:  # noqa: ANN401  # of loop_detection
-    return [told.fingerprint for told in tell_all(map(SHAPES[shape], histories), similarity="tool_calls", **more)]
+    return [
+        told.fingerprint
+        for told in tell_all(map(SHAPES[shape], histories), similarity="tool_calls", **more)
+    ]
 
 
 @every_shape
 def test_cycle_is_named_in_order_of_its_calls(shape: str) -> None:
     """For a cooldown, one more call of the cycle continues it."""
-    cycles = [[call(name) for name in names] for names in ("abcabcabc", "bcbcbc", "ccc", "bcabcabca")]
+    cycles = [
+        [call(name) for name in names] for names in ("abcabcabc", "bcbcbc", "ccc", "bcabcabca")
+    ]
 
-    assert judge(SHAPES[shape]([call(name) for name in "abcd" * 3]), window_calls=3)[1:3] == (3, "a b c d")
+    assert judge(SHAPES[shape]([call(name) for name in "abcd" * 3]), window_calls=3)[1:3] == (
+        3,
+        "a b c d",
+    )
     one, same, again, other = name_all(shape, cycles, window_calls=3)
     assert one == same == again != other
 
@@ -306,7 +358,9 @@ def test_tool_arguments_and_result_are_compared(shape: str) -> None:
 def test_reason_of_a_tool_is_in_the_message(shape: str) -> None:
     more = {"tools": {"g": {"reason": "Ask a human."}}, "window_calls": 3}
 
-    said = [judge(SHAPES[shape](turns), **more).more for turns in ([_B] * 3, [_B, _A] * 3, [_A] * 3)]
+    said = [
+        judge(SHAPES[shape](turns), **more).more for turns in ([_B] * 3, [_B, _A] * 3, [_A] * 3)
+    ]
 
     assert [text.startswith("Ask a human.") for text in said] == [True, True, False]
 
@@ -333,7 +387,9 @@ def test_reason_of_a_tool_is_in_the_message(shape: str) -> None:
         ({"x" * MAX_NAME: 5}, "x" * MAX_NAME + "y", 5),
     ],
 )
-def test_entry_of_a_tool_goes_before_patterns(tools: dict[str, int], name: str, threshold: int) -> None:
+def test_entry_of_a_tool_goes_before_patterns(
+    tools: dict[str, int], name: str, threshold: int
+) -> None:
     limits = {pattern: {"threshold": number} for pattern, number in tools.items()}
 
     refused = [times for times in range(2, 8) if loops(as_chat([call(name)] * times), tools=limits)]
@@ -374,15 +430,30 @@ SPOKEN: dict[str, tuple[dict[str, Any], bool]] = {
     "nothing": (_beside(), False),
     **{
         f"a message of {role}": (_insert(-2, {"role": role, "content": "note"}), loops_on)
-        for role, loops_on in {"system": False, "developer": False, "user": False, "assistant": True, "tool": True}.items()
+        for role, loops_on in {
+            "system": False,
+            "developer": False,
+            "user": False,
+            "assistant": True,
+            "tool": True,
+        }.items()
     },
-    **{f"behind a result: {text}": (_insert(8, {"role": "user", "content": text}), on) for text, on in _WRAPPED.items()},
     **{
-        f"beside a result: {text}": (as_anthropic([_A, _A._replace(user=text) if text else _A, _A]), on)
+        f"behind a result: {text}": (_insert(8, {"role": "user", "content": text}), on)
+        for text, on in _WRAPPED.items()
+    },
+    **{
+        f"beside a result: {text}": (
+            as_anthropic([_A, _A._replace(user=text) if text else _A, _A]),
+            on,
+        )
         for text, on in _WRAPPED.items()
         if text
     },
-    "tags without a result": (as_chat([_A, _A, _TALK._replace(user="<task>Go on.</task>"), _A]), False),
+    "tags without a result": (
+        as_chat([_A, _A, _TALK._replace(user="<task>Go on.</task>"), _A]),
+        False,
+    ),
 }
 
 
@@ -406,7 +477,9 @@ def test_failure_differs_from_its_text() -> None:
 
 def _rename(body: dict[str, Any], to: str) -> dict[str, Any]:
     r"""A body with other ids; `\1` is the place of a call in its turn."""
-    renamed: dict[str, Any] = json.loads(re.sub(r'"(?:c|fc|toolu_|t)\d+[-_](\d)"', f'"{to}"', json.dumps(body)))
+    renamed: dict[str, Any] = json.loads(
+        re.sub(r'"(?:c|fc|toolu_|t)\d+[-_](\d)"', f'"{to}"', json.dumps(body))
+    )
     return renamed
 
 
@@ -458,7 +531,11 @@ def test_loop_at_end_of_long_history_is_found(shape: str) -> None:
 
 @every_shape
 def test_compared_calls_are_shown(shape: str) -> None:
-    keys = {"similarity": "tool_calls", "threshold_identical_requests": 3, "tools": {"wait*": {"allow": True}}}
+    keys = {
+        "similarity": "tool_calls",
+        "threshold_identical_requests": 3,
+        "tools": {"wait*": {"allow": True}},
+    }
     looks = ToolCalls(LoopDetection.model_validate(keys))
     turns = [call("f", "x y", a=1), call("wait_for_it"), _B]
 

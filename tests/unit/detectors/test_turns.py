@@ -1,4 +1,7 @@
-"""Loops that `turns` finds in each API and in each style of action. `test_verdicts` has the oracle."""
+"""Loops that `turns` finds in each API and in each style of action.
+
+`test_verdicts` has the oracle.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,15 @@ from tests.support.model_requests import HOSTILE
 from tests.support.service import FailingStore, make_service, sample
 from tests.support.sessions import agents, ask
 from tests.support.told import is_loop, read_told, send, tell, tell_all, tell_session
-from tests.support.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_responses, as_text
+from tests.support.turn_writers import (
+    SHAPES,
+    STYLES,
+    Did,
+    as_anthropic,
+    as_chat,
+    as_responses,
+    as_text,
+)
 
 Meaning = tuple[str, str]  # an action and a result
 
@@ -33,7 +44,11 @@ def find_rule(value: object, **loop: Any) -> str:  # noqa: ANN401  # of loop_det
 
 def means(turns: Sequence[Meaning]) -> list[Did]:
     return [
-        Did(((action, {"path": f"src/{action}.py", "n": 1}),), (dressed(result, number),), thought=f"Thought no. {number}!")
+        Did(
+            ((action, {"path": f"src/{action}.py", "n": 1}),),
+            (dressed(result, number),),
+            thought=f"Thought no. {number}!",
+        )
         for number, (action, result) in enumerate(turns)
     ]
 
@@ -42,7 +57,10 @@ def dressed(result: str, number: int) -> str:
     if not result:
         return ""
     clock = f"2026-11-{number % 28 + 1:02d}T10:{number % 60:02d}:07.{number}Z"
-    return f"[{clock}] {result} (line {number}, took {number}.5 ms, pid={number}) in /tmp/run-{number}/x at a.py:{number}"
+    return (
+        f"[{clock}] {result} (line {number}, took {number}.5 ms, pid={number}) in "
+        f"/tmp/run-{number}/x at a.py:{number}"  # noqa: S108  # no file
+    )
 
 
 _A, _B = ("view", "ok"), ("run", "3 failed")
@@ -61,22 +79,43 @@ STUCK: dict[str, tuple[list[Meaning], str]] = {
     "two new turns in between": ([_A, new(1), _A, new(2), _A], ""),
     "edit, run, edit, run": ([turn for n in range(6) for turn in (new(n), _B)], ""),
     "edit, run, with the same edit": ([new(0), _B] * 3, "cycle"),
-    "turns in between that were seen before": ([new(1), new(2), _A, new(1), _A, new(2), _A], "repeat"),
+    "turns in between that were seen before": (
+        [new(1), new(2), _A, new(1), _A, new(2), _A],
+        "repeat",
+    ),
     "first and last of ten turns": ([_A, *[new(1)] * 6, _A, new(1), _A], "repeat"),
     "first and last of eleven turns": ([_A, *[new(1)] * 7, _A, new(1), _A], ""),
-    "nothing new": ([_A, _B, new(0), new(1), _A, new(1), new(0), _B, _A, new(2), new(1), new(0)], "note"),
+    "nothing new": (
+        [_A, _B, new(0), new(1), _A, new(1), new(0), _B, _A, new(2), new(1), new(0)],
+        "note",
+    ),
     "a cycle of four": ([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 3, "cycle"),
     "a cycle of four, a round short": ([("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")] * 2, ""),
     "a cycle of five comes round twice": ([(name, "ok") for name in "abcde"] * 2, "cycle"),
     "a cycle of ten": ([(name, "ok") for name in "abcdefghij"] * 2, "cycle"),
     "a cycle of eleven": ([(name, "ok") for name in "abcdefghijk"] * 2, ""),
     "a cycle whose results change": ([(name, str(n)) for n, name in enumerate("abcde" * 2)], ""),
-    "the same error, whatever is tried": ([(f"try{n}", "error: no such table") for n in range(6)], "error"),
+    "the same error, whatever is tried": (
+        [(f"try{n}", "error: no such table") for n in range(6)],
+        "error",
+    ),
     "the same error, five times": ([(f"try{n}", "error: no such table") for n in range(5)], ""),
-    "an error with other numbers": ([(f"try{n}", f"error: job no. {n} is broken") for n in range(6)], "note"),
-    "an error, and sometimes none": ([(f"try{n}", "ok" if n % 3 == 1 else "error: no x") for n in range(10)], "note"),
-    "an error with other numbers, five times": ([(f"try{n}", f"error: job no. {n} is broken") for n in range(5)], ""),
-    "an error with numbers that count failures": ([(f"try{n}", f"{20 - n} tests failed") for n in range(10)], ""),
+    "an error with other numbers": (
+        [(f"try{n}", f"error: job no. {n} is broken") for n in range(6)],
+        "note",
+    ),
+    "an error, and sometimes none": (
+        [(f"try{n}", "ok" if n % 3 == 1 else "error: no x") for n in range(10)],
+        "note",
+    ),
+    "an error with other numbers, five times": (
+        [(f"try{n}", f"error: job no. {n} is broken") for n in range(5)],
+        "",
+    ),
+    "an error with numbers that count failures": (
+        [(f"try{n}", f"{20 - n} tests failed") for n in range(10)],
+        "",
+    ),
     "the same success, whatever is done": ([(f"tweak{n}", "done") for n in range(9)], ""),
     "paging": ([(f"page{n}", f"rows {n}0 to {n}9") for n in range(9)], ""),
     "scrolling": ([("scroll", f"rows {n}0 to {n}9") for n in range(9)], ""),
@@ -109,16 +148,19 @@ def test_parallel_calls_are_one_turn(shape: str) -> None:
 _VOLATILE = (
     st.uuids().map(str),
     st.datetimes().map(lambda moment: moment.isoformat()),
-    st.datetimes().map(lambda moment: f"{moment:%a %b} {moment.day} {moment:%H:%M:%S} {moment.year:04d}"),
-    st.times().map(lambda moment: f"{moment:%H:%M:%S}"),
-    st.tuples(st.integers(0, 10**6), st.sampled_from(["ms", "s", " seconds", " minutes", "h", " ms"])).map(
-        "{0[0]}{0[1]}".format
+    st.datetimes().map(
+        lambda moment: f"{moment:%a %b} {moment.day} {moment:%H:%M:%S} {moment.year:04d}"
     ),
+    st.times().map(lambda moment: f"{moment:%H:%M:%S}"),
+    st.tuples(
+        st.integers(0, 10**6), st.sampled_from(["ms", "s", " seconds", " minutes", "h", " ms"])
+    ).map("{0[0]}{0[1]}".format),
     st.floats(0, 1e4).map("{:.2f}s".format),
     st.binary(min_size=4, max_size=32).map(bytes.hex).filter(lambda text: not text.isdecimal()),
     st.integers(1_500_000_000, 1_999_999_999).map(str),
 )
-_PATHS = st.from_regex(r"/tmp/[a-z0-9_.-]{1,12}(/[a-z0-9]{1,8})?", fullmatch=True)  # noqa: S108  # never opened
+# Never opened
+_PATHS = st.from_regex(r"/tmp/[a-z0-9_.-]{1,12}(/[a-z0-9]{1,8})?", fullmatch=True)  # noqa: S108
 _NUMBERED = ["line {}", "Line: {}", "Step {}/20", "pid={}", "port: {}", "x/a.py:{}"]
 
 
@@ -138,7 +180,11 @@ def test_volatile_parts_hide_no_loop(data: st.DataObject, writer: str) -> None:
 def run(*results: str, said: str = "", tool: str = "run", **arguments: object) -> list[Did]:
     """The same call with each of these results; `@` is the number of the turn."""
     return [
-        Did(((tool, {name: put(value, number) for name, value in arguments.items()}),), (result,), put(said, number))
+        Did(
+            ((tool, {name: put(value, number) for name, value in arguments.items()}),),
+            (result,),
+            put(said, number),
+        )
         for number, result in enumerate(results)
     ]
 
@@ -160,17 +206,32 @@ def follow(body: dict[str, Any], *messages: dict[str, Any]) -> dict[str, Any]:
 
 _ONCE = as_chat(run("x"))["messages"][2:]
 _DETAILS = "<environment_details>Context: {} tokens</environment_details>"
-_SMOLAGENTS = "Look {0}.\nCalling tools:\n[{{'id': 'call_{0}', 'function': {{'name': 'find', 'arguments': {{'id': '{1}'}}}}}}]"
-_UNNAMED = "Thought: look.\n<code>\nprint(1)\n</code>\nCalling tools:\n[{{'id': 'call_{}', 'function': {{'name': 'python'}}}}]"
-_GONE = "Error:\nError executing tool 'read' with arguments {{'path': '{0}'}}: FileNotFoundError: {0}\nNow let's retry."
+_SMOLAGENTS = (
+    "Look {0}.\nCalling tools:\n[{{'id': 'call_{0}', 'function': {{'name': 'find', "
+    "'arguments': {{'id': '{1}'}}}}}}]"
+)
+_UNNAMED = (
+    "Thought: look.\n<code>\nprint(1)\n</code>\nCalling tools:\n[{{'id': 'call_{}', "
+    "'function': {{'name': 'python'}}}}]"
+)
+_GONE = (
+    "Error:\nError executing tool 'read' with arguments {{'path': '{0}'}}: FileNotFoundError: "
+    "{0}\nNow let's retry."
+)
 _UNKNOWN = "Error:\nUnknown tool read, should be one of: look.\nNow let's retry."
 _INJECTED = "<system-reminder>Turn @</system-reminder>\n<note>@</note>"
 _FENCE = WRITERS["text, fence"]
 
 LOOPS: dict[str, dict[str, Any]] = {
-    "the same thoughts of a tool for thinking": as_chat([Did((("think", {"thought": "so"}),), ("logged",))] * 3),
+    "the same thoughts of a tool for thinking": as_chat(
+        [Did((("think", {"thought": "so"}),), ("logged",))] * 3
+    ),
     "a text before a call, as a message of its own": {
-        "messages": [each for n in range(3) for each in ({"role": "assistant", "content": f"Thought {n}"}, *_ONCE)]
+        "messages": [
+            each
+            for n in range(3)
+            for each in ({"role": "assistant", "content": f"Thought {n}"}, *_ONCE)
+        ]
     },
     "no results at all": as_chat([Did((("run", {"a": 1}),))] * 3),
     "tags beside a result": as_anthropic(run(*"xxx", said=_INJECTED)),
@@ -181,35 +242,61 @@ LOOPS: dict[str, dict[str, Any]] = {
             message
             for n in range(3)
             for message in (
-                {"role": "assistant", "content": "<execute_command>\n<command>npm test</command>\n</execute_command>"},
-                {"role": "user", "content": [{"type": "text", "text": text} for text in ("3 failed", _DETAILS.format(n))]},
+                {
+                    "role": "assistant",
+                    "content": "<execute_command>\n<command>npm test</command>\n</execute_command>",
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": text} for text in ("3 failed", _DETAILS.format(n))
+                    ],
+                },
             )
         ]
     },
     "the same details alone": _FENCE(run(*[_DETAILS.format(1)] * 3)),
     **{
-        f"a reminder of its own by {role}, {write.__name__}": follow(write(run(*"xxx")), {"role": role, "content": "Use them."})
+        f"a reminder of its own by {role}, {write.__name__}": follow(
+            write(run(*"xxx")), {"role": role, "content": "Use them."}
+        )
         for role in ("system", "developer")
         for write in (as_chat, as_anthropic)
     },
-    **{f"{role} alone brings back the same": say(*[("Look.", "1 file")] * 3, role=role) for role in ("system", "developer")},
+    **{
+        f"{role} alone brings back the same": say(*[("Look.", "1 file")] * 3, role=role)
+        for role in ("system", "developer")
+    },
     **{
         f"new words of {role} behind each result": {
-            "messages": [each for n in range(3) for each in (*_ONCE, {"role": role, "content": f"{n} files are open"})]
+            "messages": [
+                each
+                for n in range(3)
+                for each in (*_ONCE, {"role": role, "content": f"{n} files are open"})
+            ]
         }
         for role in ("system", "developer")
     },
     **{
         f"a word of {role} behind a turn without an action": {
-            "messages": [*_ONCE * 3, {"role": "assistant", "content": "Done."}, {"role": role, "content": "Go on."}, *_ONCE]
+            "messages": [
+                *_ONCE * 3,
+                {"role": "assistant", "content": "Done."},
+                {"role": role, "content": "Go on."},
+                *_ONCE,
+            ]
         }
         for role in ("system", "developer")
     },
     "the number of a call before an observation": say(
         *[(_UNNAMED.format(n), f"Call id: call_{n}\nError:\nForbidden function") for n in range(3)]
     ),
-    "calls in a text": say(*[(_SMOLAGENTS.format(n, "a"), "Observation:\nno rows") for n in range(3)]),
-    "a call that only its error shows": say(*[(f"Thought {n}: look.", _GONE.format("a")) for n in range(3)]),
+    "calls in a text": say(
+        *[(_SMOLAGENTS.format(n, "a"), "Observation:\nno rows") for n in range(3)]
+    ),
+    "a call that only its error shows": say(
+        *[(f"Thought {n}: look.", _GONE.format("a")) for n in range(3)]
+    ),
     "a tool that only its error shows": say(*[(f"Thought {n}: look.", _UNKNOWN) for n in range(3)]),
     "keys of other APIs": {"input": 7, "contents": "x", **as_chat(run(*"xxx"))},
     "durations in a result": as_chat(run("done in 0.3s", "done in 1.3s", "done in 2.3s")),
@@ -219,22 +306,39 @@ PROGRESS: dict[str, dict[str, Any]] = {
     "words beside tags": as_anthropic(run(*"xxx", said=f"{_INJECTED} and you?")),
     "other tags as results": as_anthropic(run(*[put(_INJECTED, n) for n in range(3)])),
     **{
-        f"{tag} beside a result, {write.__name__}": write(run(*["Scrolled."] * 3, said=f"<{tag}>page @</{tag}>"))
+        f"{tag} beside a result, {write.__name__}": write(
+            run(*["Scrolled."] * 3, said=f"<{tag}>page @</{tag}>")
+        )
         for tag in ("browser_state", "observation", "function_results", "feedback", "user_query")
         for write in (as_anthropic, as_chat)
     },
     "other tags beside empty results": as_chat(run("", "", "", said="<view>no. x@</view>")),
-    "other details alone": _FENCE(run(*[f"<environment_details>Open: {name}</environment_details>" for name in "abc"])),
+    "other details alone": _FENCE(
+        run(*[f"<environment_details>Open: {name}</environment_details>" for name in "abc"])
+    ),
     **{
-        f"{role} alone brings back another text": say(*[("Look.", "1 file")] * 2, ("Look.", "2 files"), role=role)
+        f"{role} alone brings back another text": say(
+            *[("Look.", "1 file")] * 2, ("Look.", "2 files"), role=role
+        )
         for role in ("system", "developer")
     },
     "a person's word behind a turn without an action": {
-        "messages": [*_ONCE * 3, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "Go on."}, *_ONCE]
+        "messages": [
+            *_ONCE * 3,
+            {"role": "assistant", "content": "Done."},
+            {"role": "user", "content": "Go on."},
+            *_ONCE,
+        ]
     },
-    "the number of a call alone": say(*[(_UNNAMED.format(n), f"Call id: call_{n}") for n in range(3)]),
-    "calls in a text with other ids": say(*[(_SMOLAGENTS.format(n, "abc"[n]), "Observation:\nno rows") for n in range(3)]),
-    "other calls that only their errors show": say(*[(f"Thought {n}: look.", _GONE.format("abc"[n])) for n in range(3)]),
+    "the number of a call alone": say(
+        *[(_UNNAMED.format(n), f"Call id: call_{n}") for n in range(3)]
+    ),
+    "calls in a text with other ids": say(
+        *[(_SMOLAGENTS.format(n, "abc"[n]), "Observation:\nno rows") for n in range(3)]
+    ),
+    "other calls that only their errors show": say(
+        *[(f"Thought {n}: look.", _GONE.format("abc"[n])) for n in range(3)]
+    ),
 }
 
 
@@ -243,7 +347,9 @@ PROGRESS: dict[str, dict[str, Any]] = {
     [*((body, True) for body in LOOPS.values()), *((body, False) for body in PROGRESS.values())],
     ids=[*LOOPS, *PROGRESS],
 )
-def test_texts_beside_results_count_if_they_are_content(body: dict[str, Any], expected: bool) -> None:
+def test_texts_beside_results_count_if_they_are_content(
+    body: dict[str, Any], expected: bool
+) -> None:
     assert is_loop(body) is expected
 
 
@@ -252,7 +358,9 @@ def test_tags_of_a_harness_are_no_part_of_results(write: Write) -> None:
     """A tag that is not closed is part of the text."""
 
     def stuck(start: str, end: str, rest: str = "") -> bool:
-        return is_loop(write(run(*[f"3 failed{start}Open: a.py, {n} tokens{end}{rest}" for n in range(3)])))
+        return is_loop(
+            write(run(*[f"3 failed{start}Open: a.py, {n} tokens{end}{rest}" for n in range(3)]))
+        )
 
     for tag in ("environment_details", "system-reminder"):
         assert stuck(f"\n\n<{tag}>", f"</{tag}>")
@@ -266,7 +374,10 @@ def test_normalize_results_false_compares_bytes() -> None:
     assert is_loop(as_chat(run(*["done in 0.3s"] * 3)), normalize_results=False)
 
 
-@pytest.mark.parametrize("key", ["memory", "current_state", "thought", "reasoning", "evaluation_previous_goal", "next_goal"])
+@pytest.mark.parametrize(
+    "key",
+    ["memory", "current_state", "thought", "reasoning", "evaluation_previous_goal", "next_goal"],
+)
 def test_thoughts_among_arguments_are_ignored(key: str) -> None:
     body = as_chat(run(*"xxx", index=4, **{key: "thought @"}))
 
@@ -283,7 +394,9 @@ def test_description_of_a_command_is_ignored(key: str) -> None:
     other: list[dict[str, Any]] = [{"path": "a.py"}, {"command": "create"}, {"command": "make @"}]
 
     for write in SHAPES.values():
-        found = [is_loop(write(run(*"xxx", tool="create", **given, **said))) for given in same + other]
+        found = [
+            is_loop(write(run(*"xxx", tool="create", **given, **said))) for given in same + other
+        ]
         assert found == [True, True, False, False, False]
 
 
@@ -299,7 +412,9 @@ def test_description_of_a_command_is_ignored(key: str) -> None:
     ],
 )
 @pytest.mark.parametrize("writer", ["chat", "text, fence"])
-def test_tools_have_their_own_thresholds(tools: dict[str, Any], times: int, expected: int, writer: str) -> None:
+def test_tools_have_their_own_thresholds(
+    tools: dict[str, Any], times: int, expected: int, writer: str
+) -> None:
     """A tool is matched by its name, or by the first word of a text action."""
     told = tell(WRITERS[writer](run(*["x"] * times, a=1)), tools=tools)
 
@@ -308,13 +423,21 @@ def test_tools_have_their_own_thresholds(tools: dict[str, Any], times: int, expe
 
 
 @pytest.mark.parametrize(
-    ("threshold", "between", "expected"), [(20, 0, 20), (20, 12, 20), (20, 13, 0), (30, 2, 30), (30, 3, 0)]
+    ("threshold", "between", "expected"),
+    [(20, 0, 20), (20, 12, 20), (20, 13, 0), (30, 2, 30), (30, 3, 0)],
 )
-def test_high_threshold_counts_32_turns_of_the_store(threshold: int, between: int, expected: int) -> None:
+def test_high_threshold_counts_32_turns_of_the_store(
+    threshold: int, between: int, expected: int
+) -> None:
     poll = Did((("poll_job_status", {"id": 7}),), ("running",))
-    work = [Did((("tweak", {"part": number}),), (f"part no. {number}",)) for number in range(between)]
+    work = [
+        Did((("tweak", {"part": number}),), (f"part no. {number}",)) for number in range(between)
+    ]
     done = [poll, *work, *[poll] * (threshold - 1)]
-    turns = [turn._replace(thought=f"Thought no. {number}", number=number) for number, turn in enumerate(done, 1)]
+    turns = [
+        turn._replace(thought=f"Thought no. {number}", number=number)
+        for number, turn in enumerate(done, 1)
+    ]
     requests = [as_chat(turns[max(0, end - 3) : end]) for end in range(1, len(turns) + 1)]
 
     told = tell_all(requests, tools={"poll_job_status": {"threshold": threshold}})
@@ -325,10 +448,18 @@ def test_high_threshold_counts_32_turns_of_the_store(threshold: int, between: in
 @pytest.mark.parametrize(
     ("action", "error", "named"),
     [
-        ({"content": "Look."}, "Error:\nError executing tool 'read_file' with arguments {'path': 'a'}: gone", "read_file"),
+        (
+            {"content": "Look."},
+            "Error:\nError executing tool 'read_file' with arguments {'path': 'a'}: gone",
+            "read_file",
+        ),
         ({"content": _SMOLAGENTS.format(1, 1)}, "no rows", "find"),
         ({"content": "Let me look."}, "Error: no such file", "the same message"),
-        ({"tool_calls": [{"id": "c", "function": {"name": "", "arguments": "{}"}}]}, "Error: no name", "the same call"),
+        (
+            {"tool_calls": [{"id": "c", "function": {"name": "", "arguments": "{}"}}]},
+            "Error: no name",
+            "the same call",
+        ),
     ],
 )
 def test_unnamed_turn_is_named_by_its_error(action: dict[str, Any], error: str, named: str) -> None:
@@ -372,7 +503,9 @@ def write_all(turns: Sequence[Did], shown: Sequence[int], write: Write = as_chat
     return [json.dumps(write(turns[max(0, end - most) : end])).encode() for end, most in ends]
 
 
-def _thread(write: Callable[[Sequence[Did]], dict[str, Any]], pointer: dict[str, Any], *results: str) -> list[dict[str, Any]]:
+def _thread(
+    write: Callable[[Sequence[Did]], dict[str, Any]], pointer: dict[str, Any], *results: str
+) -> list[dict[str, Any]]:
     """Requests with only the newest result each, of a conversation that the server keeps."""
     bodies = []
     for number, result in enumerate(results, 1):
@@ -393,7 +526,10 @@ _POINTERS: list[tuple[Write, dict[str, Any]]] = [
 ]
 SESSIONS: dict[str, tuple[Sequence[object], str]] = {
     "a retry, a count of tokens, another model": (
-        [as_anthropic(means([_A])) | more for more in ({}, {}, {"max_tokens": 9}, {"model": "other"}, {"stream": True})],
+        [
+            as_anthropic(means([_A])) | more
+            for more in ({}, {}, {"max_tokens": 9}, {"model": "other"}, {"stream": True})
+        ],
         "",
     ),
     "the newest turns": (write_all(means([_A] * 3), [1, 1, 1], as_anthropic), "repeat"),
@@ -409,19 +545,36 @@ SESSIONS: dict[str, tuple[Sequence[object], str]] = {
     ),
     "another conversation": ([*_OTHERS, as_chat(means([_B, _A]))], ""),
     "the same conversation": ([*_OTHERS, _NEWEST[2]], "repeat"),
-    **{f"equal results, {pointer}": (_thread(write, pointer, *"xxx"), "result") for write, pointer in _POINTERS},
-    **{f"empty results, {pointer}": (_thread(write, pointer, "", "", ""), "") for write, pointer in _POINTERS},
-    **{f"results in turn, {pointer}": (_thread(write, pointer, *["ok", "3 failed"] * 4), "") for write, pointer in _POINTERS},
-    "a user who says yes": ([{"previous_response_id": f"r{n}", "input": "yes"} for n in range(5)], ""),
+    **{
+        f"equal results, {pointer}": (_thread(write, pointer, *"xxx"), "result")
+        for write, pointer in _POINTERS
+    },
+    **{
+        f"empty results, {pointer}": (_thread(write, pointer, "", "", ""), "")
+        for write, pointer in _POINTERS
+    },
+    **{
+        f"results in turn, {pointer}": (_thread(write, pointer, *["ok", "3 failed"] * 4), "")
+        for write, pointer in _POINTERS
+    },
+    "a user who says yes": (
+        [{"previous_response_id": f"r{n}", "input": "yes"} for n in range(5)],
+        "",
+    ),
     "a user who says yes in a message": (
-        [{"previous_response_id": f"r{n}", "input": [{"role": "user", "content": "yes"}]} for n in range(5)],
+        [
+            {"previous_response_id": f"r{n}", "input": [{"role": "user", "content": "yes"}]}
+            for n in range(5)
+        ],
         "",
     ),
 }
 
 
 @pytest.mark.parametrize(("requests", "rule"), SESSIONS.values(), ids=SESSIONS)
-def test_session_supplies_turns_that_requests_leave_out(requests: Sequence[object], rule: str) -> None:
+def test_session_supplies_turns_that_requests_leave_out(
+    requests: Sequence[object], rule: str
+) -> None:
     assert [told.rule for told in tell_session(requests)] == [*[""] * (len(requests) - 1), rule]
 
 
@@ -435,10 +588,19 @@ def test_session_supplies_turns_that_requests_leave_out(requests: Sequence[objec
         (as_chat([Did((("wait", {}),), ("x",))]), False),
         ({"previous_response_id": "r", "input": "yes"}, False),
     ],
-    ids=["few turns", "a loop", "as many turns as are looked at", "one less", "a tool that is allowed", "only a user speaks"],
+    ids=[
+        "few turns",
+        "a loop",
+        "as many turns as are looked at",
+        "one less",
+        "a tool that is allowed",
+        "only a user speaks",
+    ],
 )
 def test_only_undecided_requests_wait_for_the_ring(body: dict[str, Any], waits: bool) -> None:
-    service = make_service(agents(tools={"wait": {"allow": True}}), store=FailingStore("nothing", later=True))
+    service = make_service(
+        agents(tools={"wait": {"allow": True}}), store=FailingStore("nothing", later=True)
+    )
 
     _, at_once = ask(service, json.dumps(body).encode(), session_id="s")
 
@@ -451,8 +613,14 @@ _TRIED = means([(f"try{n}", "error: no such table") for n in range(6)])
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (as_chat(means([_A] * 3)), "3 of the last 3 turns were view with the same input and the same result"),
-        (as_chat(means(STUCK["a cycle of four"][0])), "the last 12 turns were 3 rounds of the same 4 steps (a, b, c, d)"),
+        (
+            as_chat(means([_A] * 3)),
+            "3 of the last 3 turns were view with the same input and the same result",
+        ),
+        (
+            as_chat(means(STUCK["a cycle of four"][0])),
+            "the last 12 turns were 3 rounds of the same 4 steps (a, b, c, d)",
+        ),
         (as_chat(_TRIED), "the last 6 results were the same error, whatever was tried (try0, try1"),
         (say(*[("Go on?", "Go on?")] * 3), "3 of the last 3 turns were the same message"),
     ],
@@ -471,24 +639,36 @@ def test_message_about_a_thread_names_results() -> None:
 
 
 def test_cooldown_is_identified_by_the_newest_turn() -> None:
-    looping, again, other = [as_chat(means(turns)) for turns in ([_A] * 3, [_B, *[_A] * 4], [_B] * 3)]
+    looping, again, other = [
+        as_chat(means(turns)) for turns in ([_A] * 3, [_B, *[_A] * 4], [_B] * 3)
+    ]
     near = as_responses(means([_B, _A, new(1), _A, new(2), new(3), _A]))
 
-    tripped, cooling, *others = tell_all([looping, near, again, other, as_chat(means([_B, _A, _B]))], cooldown_seconds=9)
+    tripped, cooling, *others = tell_all(
+        [looping, near, again, other, as_chat(means([_B, _A, _B]))], cooldown_seconds=9
+    )
 
     assert cooling[:3] == ("reject", 2, "view")
     assert cooling.what == "view was part of a loop, and this same turn stays refused for a while"
-    assert tripped.fingerprint == cooling.fingerprint == others[0].fingerprint != others[1].fingerprint
+    assert (
+        tripped.fingerprint == cooling.fingerprint == others[0].fingerprint != others[1].fingerprint
+    )
     assert [told.action for told in others] == ["reject", "reject", "reject"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_body_gets_a_verdict_or_reason(name: str) -> None:
-    keys: dict[str, Any] = {"limit_keys": ["header:x-caller"], "session": {}, "threshold_identical_requests": 2}
+    keys: dict[str, Any] = {
+        "limit_keys": ["header:x-caller"],
+        "session": {},
+        "threshold_identical_requests": 2,
+    }
     service = make_service(policy("p", ANY, similarity="turns", **keys))
 
-    told = [read_told(send(service, HOSTILE[name][0](), "ann", session_id="s")).action for _ in range(2)]
+    told = [
+        read_told(send(service, HOSTILE[name][0](), "ann", session_id="s")).action for _ in range(2)
+    ]
 
     assert sample(service, "fail_open_total", reason="internal_error") == 0
     assert told[0] in {"allow", "reject"}
@@ -496,10 +676,15 @@ def test_hostile_body_gets_a_verdict_or_reason(name: str) -> None:
 
 def test_turns_are_shown_shortened() -> None:
     looks = Turns(LoopDetection(enabled=True, similarity="turns"))
-    turns = [Did((("run", {"a": 1}),), ("3 failed",)), Did((("run", {"a": "x" * 999}),), ("y" * 999,))]
+    turns = [
+        Did((("run", {"a": 1}),), ("3 failed",)),
+        Did((("run", {"a": "x" * 999}),), ("y" * 999,)),
+    ]
 
     first, second = looks.show(Document(json.dumps(as_chat(turns)).encode()))
 
     assert first == 'run | {"a":1} | 3 failed'
     assert len(second) < 999
-    assert looks.show(Document(json.dumps(as_chat([])).encode())) == ["no turns: the assistant has not done anything yet"]
+    assert looks.show(Document(json.dumps(as_chat([])).encode())) == [
+        "no turns: the assistant has not done anything yet"
+    ]

@@ -20,30 +20,49 @@ from tests.support.turn_writers import Did, as_chat
 
 DETECTOR = Turns(LoopDetection(enabled=True, similarity="turns"))
 _STEERING = LoopDetection(enabled=True, similarity="turns", action="steer")
-_STUCK, _FAILS = Did((("run", {"path": "a.py"}),), ("news",)), Did((("run", {}),), ("error: no such file",))
-_PATHS = st.lists(st.lists(st.sampled_from([_STUCK, _FAILS, Did((("view", {}),), ("ok",))]), min_size=1), max_size=5)
+_STUCK, _FAILS = (
+    Did((("run", {"path": "a.py"}),), ("news",)),
+    Did((("run", {}),), ("error: no such file",)),
+)
+_PATHS = st.lists(
+    st.lists(st.sampled_from([_STUCK, _FAILS, Did((("view", {}),), ("ok",))]), min_size=1),
+    max_size=5,
+)
 
 
 @settings(deadline=None)
 @given(_PATHS, st.integers(1, 4), st.booleans())
-def test_earlier_loops_are_found_without_earlier_requests(paths: list[list[Did]], again: int, talks: bool) -> None:
+def test_earlier_loops_are_found_without_earlier_requests(
+    paths: list[list[Did]], again: int, talks: bool
+) -> None:
     done = [turn for path in paths for turn in path] * again
-    turns = [turn._replace(thought=f"step {place}" if talks else "") for place, turn in enumerate(done, 1)]
+    turns = [
+        turn._replace(thought=f"step {place}" if talks else "")
+        for place, turn in enumerate(done, 1)
+    ]
     follows = Turns(_STEERING)
 
     for count in range(1, min(len(turns), 40) + 1):
         body = encoded(as_chat(turns[:count]))
         _, followed, _ = follows.compare_in_session(Document(body))
         _, alone, _ = Turns(_STEERING).compare_in_session(Document(body))
-        assert (followed and (followed.looping, followed.before)) == (alone and (alone.looping, alone.before))
+        assert (followed and (followed.looping, followed.before)) == (
+            alone and (alone.looping, alone.before)
+        )
 
 
 def test_known_results_count_towards_the_normalising_bound() -> None:
-    turns = [Did((("run", {}),), (f"took {number} ms\n{'x' * (MAX_NORMALIZED - 20)}",)) for number in range(7)]
+    turns = [
+        Did((("run", {}),), (f"took {number} ms\n{'x' * (MAX_NORMALIZED - 20)}",))
+        for number in range(7)
+    ]
     forget()
 
     for _ in range(2):
-        told = [tell(as_chat(turns[:count]), threshold_identical_requests=count).action for count in (6, 7)]
+        told = [
+            tell(as_chat(turns[:count]), threshold_identical_requests=count).action
+            for count in (6, 7)
+        ]
         assert told == ["reject", "allow"]
 
 
@@ -63,18 +82,30 @@ def test_text_action_is_remembered_per_ignored_arguments() -> None:
     text = '{"command": "ls", "why": "to see", "plan": "then edit"}'
 
     for _ in range(2):
-        assert read_text_action(text, frozenset({"why"}))[1].endswith(b'{"command":"ls","plan":"then edit"}')
-        assert read_text_action(text, frozenset({"plan"}))[1].endswith(b'{"command":"ls","why":"to see"}')
+        assert read_text_action(text, frozenset({"why"}))[1].endswith(
+            b'{"command":"ls","plan":"then edit"}'
+        )
+        assert read_text_action(text, frozenset({"plan"}))[1].endswith(
+            b'{"command":"ls","why":"to see"}'
+        )
 
 
-@pytest.mark.parametrize(("names", "known"), [(["a"] * 9, True), (list("abcdefgh"), True), (list("abcdefghi"), False)])
+@pytest.mark.parametrize(
+    ("names", "known"), [(["a"] * 9, True), (list("abcdefgh"), True), (list("abcdefghi"), False)]
+)
 def test_actions_of_many_tools_are_not_remembered(names: list[str], known: bool) -> None:
-    document = Document(encoded(as_chat([Did(tuple([(name, {}) for name in names]), ("seen",) * len(names))])))
+    document = Document(
+        encoded(as_chat([Did(tuple([(name, {}) for name in names]), ("seen",) * len(names))]))
+    )
 
     DETECTOR.compare_in_session(document)
 
     conversation = open_conversation(document)
-    (action,) = [facts.action for facts in conversation.list_facts(0, len(conversation)) if facts.speaker == "assistant"]
+    (action,) = [
+        facts.action
+        for facts in conversation.list_facts(0, len(conversation))
+        if facts.speaker == "assistant"
+    ]
     assert (action is not None) == known
 
 
@@ -85,10 +116,15 @@ def _entry(result: str, tool: str = "", said: str = "") -> bytes:
     return memory.entry
 
 
-@pytest.mark.parametrize("tool", ["run", "r" * 31 + "\u00f6" * 9, "r" * 32 + "\u00f6" * 9, "\u00f6" * 40, "n" * 99])
+@pytest.mark.parametrize(
+    "tool", ["run", "r" * 31 + "\u00f6" * 9, "r" * 32 + "\u00f6" * 9, "\u00f6" * 40, "n" * 99]
+)
 def test_entries_tell_failures_apart(tool: str) -> None:
     """By a few bytes behind the name, which do not depend on numbers."""
-    entries = [_entry(f"error: job {number} is {word}", tool) for number, word in ((1, "broken"), (22, "broken"), (1, "lost"))]
+    entries = [
+        _entry(f"error: job {number} is {word}", tool)
+        for number, word in ((1, "broken"), (22, "broken"), (1, "lost"))
+    ]
     one, same, other = [get_failure_id(entry) for entry in entries]
 
     assert one == same != other

@@ -31,13 +31,20 @@ def test_thresholds_of_tools_give_the_expected_verdict(seed: int) -> None:
 
 
 def test_similar_error_stays_a_note_beside_weak_loop() -> None:
-    """`weak_threshold` is about loops. Here a patient rule sees one that the first rule does not."""
+    """`weak_threshold` is about loops.
+
+    Here a patient rule sees one that the first rule does not.
+    """
     failed, spoken = Turn("edit", "a", "error: request timed out", "passing"), "OK, next."
     heartbeats = [Turn("", spoken, f"Heartbeat {number}: anything new?") for number in (2, 3)]
     turns = [failed] * 4 + [heartbeats[0], failed, heartbeats[1], failed]
     rules = Rules((("reject", 3),), weak=5)
 
-    assert look(make_detector(rules), write(turns, "chat", offers=True)) == judge(turns, rules) == "warn"
+    assert (
+        look(make_detector(rules), write(turns, "chat", offers=True))
+        == judge(turns, rules)
+        == "warn"
+    )
 
 
 @pytest.mark.slow

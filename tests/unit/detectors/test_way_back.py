@@ -25,7 +25,10 @@ def act(body: dict[str, Any], similarity: str = "turns") -> str:
 def say(body: dict[str, Any], role: str, text: str) -> dict[str, Any]:
     """A body with one more message, as its API writes one."""
     if "contents" in body:
-        message: dict[str, Any] = {"role": "model" if role == "assistant" else role, "parts": [{"text": text}]}
+        message: dict[str, Any] = {
+            "role": "model" if role == "assistant" else role,
+            "parts": [{"text": text}],
+        }
     elif "inferenceConfig" in body:
         message = {"role": role, "content": [{"text": text}]}
     else:
@@ -71,5 +74,7 @@ def test_cooldown_lasts_while_newest_turn_is_same(write: Write, similarity: str)
         ("reject", [OTHER, STUCK]),
     ]
 
-    assert [guard.send(encoded(write(turns))) for _, turns in attempts] == [expected for expected, _ in attempts]
+    assert [guard.send(encoded(write(turns))) for _, turns in attempts] == [
+        expected for expected, _ in attempts
+    ]
     assert guard.send(encoded(write([STUCK])), 61) == "allow"

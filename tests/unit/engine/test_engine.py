@@ -48,7 +48,10 @@ def test_keys_of_policy_rules_and_fallback_tell_callers_apart(keys: dict[str, An
     item = policy("p", ANY)
     item["spec"] |= keys
     store, reference = RecordingStore(), RecordingStore()
-    services = make_service(item, store=store), make_service(policy("p", ANY, limit_keys=["header:x-user"]), store=reference)
+    services = (
+        make_service(item, store=store),
+        make_service(policy("p", ANY, limit_keys=["header:x-user"]), store=reference),
+    )
 
     for service in services:
         for user in ("alice", "bob", "carol", "alice"):
@@ -75,8 +78,18 @@ GRPC = {"content_type": "application/grpc", "te": "trailers"}
 @pytest.mark.parametrize(
     ("policies", "request_", "composites", "uncounted"),
     [
-        (MODES, {"x_a": "1", "x_b": "2"}, dict.fromkeys(["one", "skip", "share"], f"{EMPTY}|x-a=1|x-b=2"), ""),
-        (MODES, {"x_a": "1"}, dict.fromkeys(["one", "share"], f"{EMPTY}|x-a=1"), "skip missing_descriptor"),
+        (
+            MODES,
+            {"x_a": "1", "x_b": "2"},
+            dict.fromkeys(["one", "skip", "share"], f"{EMPTY}|x-a=1|x-b=2"),
+            "",
+        ),
+        (
+            MODES,
+            {"x_a": "1"},
+            dict.fromkeys(["one", "share"], f"{EMPTY}|x-a=1"),
+            "skip missing_descriptor",
+        ),
         (MODES, {}, {"share": EMPTY}, "one missing_descriptor, skip missing_descriptor"),
         (NO_KEYS, {}, {"a": EMPTY, "b": EMPTY}, ""),
         (BODIES, {}, {"needs": PAYLOAD, "ignores": EMPTY}, ""),
@@ -88,7 +101,10 @@ GRPC = {"content_type": "application/grpc", "te": "trailers"}
     ],
 )
 def test_each_policy_counts_by_its_own_keys_and_body(
-    policies: list[dict[str, Any]], request_: dict[str, str], composites: dict[str, str], uncounted: str
+    policies: list[dict[str, Any]],
+    request_: dict[str, str],
+    composites: dict[str, str],
+    uncounted: str,
 ) -> None:
     store = RecordingStore()
     service = make_service(*policies, store=store)
@@ -100,7 +116,11 @@ def test_each_policy_counts_by_its_own_keys_and_body(
     assert {field[1]: field[6][:8] for field in fields} == {
         name: f"{crc32(text.encode()):08x}" for name, text in composites.items()
     }
-    found = [f"{made['id']} {reason}" for made in policies for reason in list_uncounted(service, made["id"])]
+    found = [
+        f"{made['id']} {reason}"
+        for made in policies
+        for reason in list_uncounted(service, made["id"])
+    ]
     assert ", ".join(found) == uncounted
 
 
@@ -113,12 +133,24 @@ ACTING = [policy(action, ANY, action=action) for action in ("warn", "throttle", 
         (ACTING, {"action": "reject", "policy": "reject"}),
         (ACTING[:2], {"action": "throttle", "policy": "throttle", "warning": "loop_warn"}),
         ([policy("a", ANY, threshold_identical_requests=4)], {}),
-        ([policy("short", ANY), *(policy(name, ANY, window_seconds=600) for name in ("long", "last"))], {"policy": "long"}),
         (
-            [policy("a", ANY, action="throttle", max_delay_ms=200), policy("b", ANY, action="throttle")],
+            [
+                policy("short", ANY),
+                *(policy(name, ANY, window_seconds=600) for name in ("long", "last")),
+            ],
+            {"policy": "long"},
+        ),
+        (
+            [
+                policy("a", ANY, action="throttle", max_delay_ms=200),
+                policy("b", ANY, action="throttle"),
+            ],
             {"policy": "b", "action": "throttle"},
         ),
-        ([policy("s", ANY, mode="shadow"), *ACTING[:1]], {"policy": "warn", "action": "warn", "shadow_policy": "s"}),
+        (
+            [policy("s", ANY, mode="shadow"), *ACTING[:1]],
+            {"policy": "warn", "action": "warn", "shadow_policy": "s"},
+        ),
     ],
     ids=["strictest", "next", "nothing", "longest Retry-After", "longest delay", "shadow"],
 )
@@ -134,15 +166,29 @@ def test_strictest_answer_wins(policies: list[dict[str, Any]], told: dict[str, s
     [
         ({}, [0, 0, 1_000], 60),
         ({"cooldown_seconds": 90}, [0, 0, 0, 1_999], 89),
-        ({"cooldown_seconds": 90}, [0, 0, 0, 50_000, 88_999], 60),  # the window outlasts the cooldown
+        (
+            {"cooldown_seconds": 90},
+            [0, 0, 0, 50_000, 88_999],
+            60,
+        ),  # the window outlasts the cooldown
         ({"cooldown_seconds": 90}, [0, 0, 0, 88_999], 2),  # the window has emptied
         ({"window_type": "fixed"}, [0, 0, 50_001], 10),
         ({"count_refused": False}, [0, 0, 0], 60),
-        ({"count_refused": False, "cooldown_seconds": 90, "window_type": "sliding_log"}, [0, 59_000, 59_000, 144_000], 5),
-        ({"count_refused": False, "cooldown_seconds": 90, "window_type": "sliding_log"}, [0, 9_000, 9_000, 65_000], 34),
+        (
+            {"count_refused": False, "cooldown_seconds": 90, "window_type": "sliding_log"},
+            [0, 59_000, 59_000, 144_000],
+            5,
+        ),
+        (
+            {"count_refused": False, "cooldown_seconds": 90, "window_type": "sliding_log"},
+            [0, 9_000, 9_000, 65_000],
+            34,
+        ),
     ],
 )
-def test_retry_after_is_when_same_request_passes(more: dict[str, Any], times: list[int], seconds: int) -> None:
+def test_retry_after_is_when_same_request_passes(
+    more: dict[str, Any], times: list[int], seconds: int
+) -> None:
     """The rest of the cooldown or of the window, whichever is longer, in whole seconds."""
     service, clock = serve(policy("a", ANY, **more))
     start = clock.now
@@ -163,10 +209,21 @@ def test_retry_after_is_when_same_request_passes(more: dict[str, Any], times: li
     st.lists(st.integers(0, 4_000), min_size=1, max_size=12),
 )
 def test_request_passes_after_its_retry_after(  # what a window is made of
-    window_type: str, window: int, threshold: int, cooldown: int, count_refused: bool, pauses: list[int]
+    window_type: str,
+    window: int,
+    threshold: int,
+    cooldown: int,
+    count_refused: bool,
+    pauses: list[int],
 ) -> None:
-    loop: dict[str, Any] = {"window_type": window_type, "window_seconds": window, "count_refused": count_refused}
-    service, clock = serve(policy("a", ANY, threshold_identical_requests=threshold, cooldown_seconds=cooldown, **loop))
+    loop: dict[str, Any] = {
+        "window_type": window_type,
+        "window_seconds": window,
+        "count_refused": count_refused,
+    }
+    service, clock = serve(
+        policy("a", ANY, threshold_identical_requests=threshold, cooldown_seconds=cooldown, **loop)
+    )
 
     for pause in pauses:
         clock.now += pause
@@ -196,9 +253,13 @@ def test_flag_or_global_shadow_forces_shadow_mode() -> None:
     assert not make_engine(policy("a", ANY), global_shadow={"enabled": False}).plans[0].shadow
 
 
-@pytest.mark.parametrize(("action", "counts"), [("reject", [2, 2, 2]), ("throttle", [2, 3, 4]), ("warn", [2, 3, 4])])
+@pytest.mark.parametrize(
+    ("action", "counts"), [("reject", [2, 2, 2]), ("throttle", [2, 3, 4]), ("warn", [2, 3, 4])]
+)
 def test_count_refused_only_leaves_out_refusals(action: str, counts: list[int]) -> None:
-    service = make_service(policy("a", ANY, action=action, count_refused=False, threshold_identical_requests=2))
+    service = make_service(
+        policy("a", ANY, action=action, count_refused=False, threshold_identical_requests=2)
+    )
 
     answers = [decoded(exchange(service, headers(end=True))[0]) for _ in range(4)]
 
@@ -208,23 +269,45 @@ def test_count_refused_only_leaves_out_refusals(action: str, counts: list[int]) 
 @pytest.mark.parametrize(
     ("similarity", "repeat", "said"),
     [
-        ("exact", None, "this identical request (POST /v1) has been sent 7 times within 2.5 minutes"),
-        ("tail", None, "a conversation that ends with the same messages (POST /v1) has been sent 7 times"),
-        ("canonical", None, "a request with the same content (POST /v1) has been sent 7 times within 2.5 minutes"),
+        (
+            "exact",
+            None,
+            "this identical request (POST /v1) has been sent 7 times within 2.5 minutes",
+        ),
+        (
+            "tail",
+            None,
+            "a conversation that ends with the same messages (POST /v1) has been sent 7 times",
+        ),
+        (
+            "canonical",
+            None,
+            "a request with the same content (POST /v1) has been sent 7 times within 2.5 minutes",
+        ),
         (
             "tool_calls",
             Repeat(("grep",), 3, 8, 3, True),
-            "3 of the last 8 tool calls were grep with the same arguments and the same result, so this request was refused. ",
+            (
+                "3 of the last 8 tool calls were grep with the same arguments and the same "
+                "result, so "
+                "this request was refused. "
+            ),
         ),
         (
             "tool_calls",
             Repeat(("grep",), 3, 8, 3, False, " Read the file. "),
-            "3 of the last 8 tool calls were grep with the same arguments, so this request was refused. Read the file. Neither",
+            (
+                "3 of the last 8 tool calls were grep with the same arguments, so this request was "
+                "refused. Read the file. Neither"
+            ),
         ),
         (
             "tool_calls",
             Repeat(("read", "edit"), 3, 6, 3, True),
-            "the last 6 tool calls were 3 rounds of the same 2 calls (read, edit), so this request was refused. Neither",
+            (
+                "the last 6 tool calls were 3 rounds of the same 2 calls (read, edit), so this "
+                "request was refused. Neither"
+            ),
         ),
     ],
 )
@@ -267,17 +350,30 @@ def test_policy_is_represented_by_its_strictest_outcome() -> None:
         replace(OUTCOME, policy="b", mode="shadow", action=Action.REJECT),
     ]
 
-    found = [(outcome.policy, outcome.mode, outcome.action.value, outcome.detector) for outcome in group_by_policy(trace)]
+    found = [
+        (outcome.policy, outcome.mode, outcome.action.value, outcome.detector)
+        for outcome in group_by_policy(trace)
+    ]
 
-    assert found == [("a", "enforce", "warn", "two"), ("b", "enforce", "allow", "one"), ("b", "shadow", "reject", "one")]
+    assert found == [
+        ("a", "enforce", "warn", "two"),
+        ("b", "enforce", "allow", "one"),
+        ("b", "shadow", "reject", "one"),
+    ]
     assert list(group_by_policy(trace[:1])) == trace[:1]
 
 
 @pytest.mark.parametrize(
     ("milliseconds", "text"),
-    [(0, "a second"), (999, "a second"), (1_500, "1.5 seconds"), (150_000, "2.5 minutes"),
-     (7_200_000, "2 hours"), (864_000_000, "10 days")],
-)  # fmt: skip
+    [
+        (0, "a second"),
+        (999, "a second"),
+        (1_500, "1.5 seconds"),
+        (150_000, "2.5 minutes"),
+        (7_200_000, "2 hours"),
+        (864_000_000, "10 days"),
+    ],
+)
 def test_durations_are_written_in_plain_words(milliseconds: int, text: str) -> None:
     assert format_duration(milliseconds) == text
 
@@ -295,15 +391,29 @@ ONE_STEP: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("policies", "said", "told"),
     [
-        ([limited(loop_detection=LOOP, limit_keys=KEYS), limited(BUDGET, identity="b")], "aa", "loop_detected"),
-        ([limited(BUDGET, identity="b"), limited(loop_detection=LOOP, limit_keys=KEYS)], "aa", "loop_detected"),
+        (
+            [limited(loop_detection=LOOP, limit_keys=KEYS), limited(BUDGET, identity="b")],
+            "aa",
+            "loop_detected",
+        ),
+        (
+            [limited(BUDGET, identity="b"), limited(loop_detection=LOOP, limit_keys=KEYS)],
+            "aa",
+            "loop_detected",
+        ),
         ([limited(BUDGET, loop_detection=LOOP)], "aa", "loop_detected"),
         ([limited(BUDGET, loop_detection=LOOP, **ONE_STEP)], "aaaaaa", "loop_detected"),
         ([limited(BUDGET, **ONE_STEP)], "ab", "session_limit_exceeded"),
-        ([limited(BUDGET, loop_detection=LOOP | {"action": "warn"})], "aa", "token_bucket_exceeded"),
+        (
+            [limited(BUDGET, loop_detection=LOOP | {"action": "warn"})],
+            "aa",
+            "token_bucket_exceeded",
+        ),
     ],
 )
-def test_loop_speaks_before_session_before_budget(policies: list[dict[str, Any]], said: str, told: str) -> None:
+def test_loop_speaks_before_session_before_budget(
+    policies: list[dict[str, Any]], said: str, told: str
+) -> None:
     """Then a session, whose end is final, then a budget; the order of the policies does not matter."""
     service, _ = serve(*policies)
 
@@ -322,13 +432,23 @@ def test_loop_speaks_before_session_before_budget(policies: list[dict[str, Any]]
         ({}, {"cooldown_seconds": 60}, False),
     ],
 )
-def test_detectors_without_counts_need_no_caller(spec: dict[str, Any], loop: dict[str, Any], acts: bool) -> None:
-    """A request that shows its own loop needs no caller. Counts need one, or all strangers would share them."""
-    loops = [{"name": similarity, "similarity": similarity, **loop} for similarity in ("turns", "canonical")]
+def test_detectors_without_counts_need_no_caller(
+    spec: dict[str, Any], loop: dict[str, Any], acts: bool
+) -> None:
+    """A request that shows its own loop needs no caller.
+
+    Counts need one, or all strangers would share them.
+    """
+    loops = [
+        {"name": similarity, "similarity": similarity, **loop}
+        for similarity in ("turns", "canonical")
+    ]
     service = make_service(several("p", *loops, limit_keys=["header:x-user-id"], **spec))
 
     answer = repeat(service, headers("/v1/chat/completions"), body(looping(4)), times=4)
 
     assert answer.HasField("immediate_response") is (acts or "uncountable" in spec)
-    assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject") == (4 if acts else 0)
+    assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject") == (
+        4 if acts else 0
+    )
     assert sample(service, "uncounted_total", policy="p", reason="missing_descriptor") == 4

@@ -13,13 +13,24 @@ from tests.support.looping import encoded, looping
 from tests.support.loops import STATELESS, Guard
 from tests.support.turn_writers import Did, as_chat
 
-STEPS: dict[str, Any] = {"action": "warn", "threshold_identical_requests": 2, "escalate": {"throttle": 4, "reject": 5}}
+STEPS: dict[str, Any] = {
+    "action": "warn",
+    "threshold_identical_requests": 2,
+    "escalate": {"throttle": 4, "reject": 5},
+}
 STEER: dict[str, Any] = {"action": "steer", "escalate": {"reject": 5}}
 COUNTED = ("exact", "canonical", "tail", "mcp")
 
 
 def call(tool: str = "f") -> bytes:
-    return encoded({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool, "arguments": {}}})
+    return encoded(
+        {
+            "jsonrpc": "2.0",
+            "id": 1,
+            "method": "tools/call",
+            "params": {"name": tool, "arguments": {}},
+        }
+    )
 
 
 @pytest.mark.parametrize("window_type", ["sliding_ttl", "sliding_log", "fixed"])
@@ -47,7 +58,9 @@ _TURNS = st.lists(st.sampled_from(["aa", "ab", "ba", "cc", "error", "x error"]),
 
 @given(_TURNS, st.integers(1, 4), st.sampled_from(STATELESS))
 @example(["aa"] * 10 + ["ab"], 2, "turns")
-def test_escalation_equals_separate_detectors(turns: list[str], times: int, similarity: str) -> None:
+def test_escalation_equals_separate_detectors(
+    turns: list[str], times: int, similarity: str
+) -> None:
     """The same action as the strictest of two detectors, each with one of the thresholds."""
     did = [Did(((turn[0], {"n": 1}),), (turn,)) for turn in turns * times]
     data = encoded(as_chat(did))
@@ -58,7 +71,9 @@ def test_escalation_equals_separate_detectors(turns: list[str], times: int, simi
 
     sent = Guard(similarity=similarity, action="warn", escalate={"reject": 5}).send(data)
 
-    assert sent == next((action for action in (guard.send(data) for guard in single) if action != "allow"), "allow")
+    assert sent == next(
+        (action for action in (guard.send(data) for guard in single) if action != "allow"), "allow"
+    )
 
 
 def test_cooldown_starts_at_first_refusal() -> None:
@@ -92,9 +107,15 @@ def test_count_refused_false_counts_only_passed_requests() -> None:
 
 @pytest.mark.parametrize(("own", "expected"), [(2, [2, 4]), (None, [3, 5]), (6, [6, 8])])
 @pytest.mark.parametrize("similarity", [*STATELESS, "mcp"])
-def test_tool_with_own_threshold_escalates_as_others_do(similarity: str, own: int | None, expected: list[int]) -> None:
+def test_tool_with_own_threshold_escalates_as_others_do(
+    similarity: str, own: int | None, expected: list[int]
+) -> None:
     guard = Guard(similarity=similarity, **STEER, tools={"read_file": {"threshold": own}})
-    data = [call("read_file")] * 9 if similarity == "mcp" else [looping(times) for times in range(1, 10)]
+    data = (
+        [call("read_file")] * 9
+        if similarity == "mcp"
+        else [looping(times) for times in range(1, 10)]
+    )
 
     sent = [guard.send(body) for body in data]
 
@@ -111,4 +132,11 @@ def test_outcome_names_threshold_of_its_own_action() -> None:
 
 
 def test_actions_are_ordered_by_strictness() -> None:
-    assert [*Action] == [Action.ALLOW, Action.WARN, Action.STEER, Action.THROTTLE, Action.LAND, Action.REJECT]
+    assert [*Action] == [
+        Action.ALLOW,
+        Action.WARN,
+        Action.STEER,
+        Action.THROTTLE,
+        Action.LAND,
+        Action.REJECT,
+    ]

@@ -15,7 +15,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from extproc.engine.engine import Engine
-from extproc.engine.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_METADATA, HandedOver, RefusedPolicy
+from extproc.engine.handover import (
+    MAX_POLICY_JSON,
+    POLICY_ATTRIBUTE,
+    POLICY_METADATA,
+    HandedOver,
+    RefusedPolicy,
+)
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
@@ -25,7 +31,15 @@ from tests.support.documents import bundle, policy
 from tests.support.engine import ANY, make_engine
 from tests.support.examples import examples
 from tests.support.messages import ATTRIBUTES, body, headers
-from tests.support.service import RecordingStore, decoded, headers_of, make_service, metadata_of, receive, sample
+from tests.support.service import (
+    RecordingStore,
+    decoded,
+    headers_of,
+    make_service,
+    metadata_of,
+    receive,
+    sample,
+)
 
 NOWHERE = {"pathExact": "/nowhere"}
 """The selector of a policy that only a route can bring into play."""
@@ -119,8 +133,13 @@ LOADED = (policy("a", NOWHERE), policy("b", NOWHERE), policy("c", ANY))
         ((), "c"),
     ],
 )
-def test_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[str, str | bytes]], applied: str) -> None:
-    """Each named policy applies once, whatever its selector says, and no other does. Without names, selectors decide."""
+def test_metadata_names_the_policies_that_apply(
+    pin: str | Sequence[tuple[str, str | bytes]], applied: str
+) -> None:
+    """Each named policy applies once, whatever its selector says, and no other does.
+
+    Without names, selectors decide.
+    """
     store = RecordingStore()
     service = make_service(*LOADED, store=store)
 
@@ -134,7 +153,10 @@ def test_metadata_names_the_policies_that_apply(pin: str | Sequence[tuple[str, s
 def test_named_policies_keep_bypass_and_missing_descriptor() -> None:
     service = make_service(
         policy("skip", NOWHERE, limit_keys=["header:x-a"], missing_descriptor="skip"),
-        {"id": "bypass", "spec": {**policy("", NOWHERE)["spec"], "bypass": [{"header": "x-health"}]}},
+        {
+            "id": "bypass",
+            "spec": {**policy("", NOWHERE)["spec"], "bypass": [{"header": "x-health"}]},
+        },
     )
 
     ask(service, pin="skip,bypass", x_health="1")
@@ -145,9 +167,13 @@ def test_named_policies_keep_bypass_and_missing_descriptor() -> None:
 
 
 def test_body_is_awaited_only_if_named_policy_needs_it() -> None:
-    service = make_service(policy("with", NOWHERE), policy("without", NOWHERE, body="ignore"), policy("c", ANY))
+    service = make_service(
+        policy("with", NOWHERE), policy("without", NOWHERE, body="ignore"), policy("c", ANY)
+    )
 
-    answers = [ask(service, body(b"x"), pin=pin).WhichOneof("response") for pin in ("with", "without", "-")]
+    answers = [
+        ask(service, body(b"x"), pin=pin).WhichOneof("response") for pin in ("with", "without", "-")
+    ]
 
     assert answers == ["request_body", "request_headers", "request_body"]
 
@@ -166,7 +192,10 @@ def test_body_is_awaited_only_if_named_policy_needs_it() -> None:
 def test_unknown_policy_ids_are_skipped_and_counted(
     pin: str, applied: str, unknown: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So are disabled policies. They are counted once per request and logged; no selector takes their place."""
+    """So are disabled policies.
+
+    They are counted once per request and logged; no selector takes their place.
+    """
     service = make_service(*LOADED, policy("off", ANY, enabled=False))
 
     for _ in range(2):
@@ -178,7 +207,9 @@ def test_unknown_policy_ids_are_skipped_and_counted(
     assert [line["policies"] for line in lines(caplog)] == [unknown] * 2
 
 
-def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_about_unknown_ids_are_limited(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     service, clock = make_service(), [1.0]
     monkeypatch.setattr("extproc.operator.reporting.perf_counter", lambda: clock[0])
 
@@ -196,14 +227,25 @@ def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch
     ("route", "before", "after"),
     [
         ({"pin": "a,b"}, {"a": 1}, {"a": 1, "b": 1}),
-        ({"carry": policy("carried", {})}, {"old": 1, "carried": 1}, {"old": 1, "carried": 2, "new": 1}),
+        (
+            {"carry": policy("carried", {})},
+            {"old": 1, "carried": 1},
+            {"old": 1, "carried": 2, "new": 1},
+        ),
     ],
     ids=["named", "carried"],
 )
-def test_stream_keeps_policies_it_began_with(route: dict[str, Any], before: dict[str, int], after: dict[str, int]) -> None:
+def test_stream_keeps_policies_it_began_with(
+    route: dict[str, Any], before: dict[str, int], after: dict[str, int]
+) -> None:
     service = make_service(policy("a", NOWHERE), policy("old", ANY))
 
-    ask(service, body(b"x"), meanwhile=make_engine(policy("b", NOWHERE), policy("new", ANY)), **route)
+    ask(
+        service,
+        body(b"x"),
+        meanwhile=make_engine(policy("b", NOWHERE), policy("new", ANY)),
+        **route,
+    )
     first = counted(service)
     ask(service, **route)
 
@@ -240,10 +282,18 @@ ROUTES: list[tuple[dict[str, Any], list[str], dict[str, float]]] = [
     ({"carry": policy("off", {}, enabled=False)}, ["c"], {}),
     ({"carry": []}, ["c"], {}),
     ({"carry": bundle()}, ["c"], {}),
-    ({"carry": LONG + " " * (MAX_POLICY_JSON - len(LONG))}, ["c", "carried"], {}),  # characters count, not bytes
+    (
+        {"carry": LONG + " " * (MAX_POLICY_JSON - len(LONG))},
+        ["c", "carried"],
+        {},
+    ),  # characters count, not bytes
     ({"carry": WITHOUT_SELECTOR}, ["c", "carried"], {}),
     *(
-        ({"carry": policy("carried", selector), **request}, ["c", *(["carried"] if applies else [])], {})
+        (
+            {"carry": policy("carried", selector), **request},
+            ["c", *(["carried"] if applies else [])],
+            {},
+        )
         for selector, request, applies in SELECTED
     ),
     # names are those of loaded policies; a carried policy replaces the one that it names
@@ -254,7 +304,9 @@ ROUTES: list[tuple[dict[str, Any], list[str], dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("route", "applied", "problems"), ROUTES)
-def test_route_carries_policies(route: dict[str, Any], applied: list[str], problems: dict[str, float]) -> None:
+def test_route_carries_policies(
+    route: dict[str, Any], applied: list[str], problems: dict[str, float]
+) -> None:
     """Without a path or a route in its selector, a carried policy applies to all requests of the route."""
     service = make_service(*LOADED)
 
@@ -267,7 +319,9 @@ def test_route_carries_policies(route: dict[str, Any], applied: list[str], probl
 def test_carried_policy_replaces_the_loaded_one() -> None:
     """One id is one policy: on the route only the carried version counts, under the key of the loaded one."""
     store = RecordingStore()
-    service = make_service(policy("p", ANY), policy("q", ANY, threshold_identical_requests=100), store=store)
+    service = make_service(
+        policy("p", ANY), policy("q", ANY, threshold_identical_requests=100), store=store
+    )
     carried = policy("p", {}, threshold_identical_requests=3, reject_status=418)
 
     answer = [ask(service, carry=carried), ask(service), ask(service, carry=carried)][-1]
@@ -298,7 +352,9 @@ def test_first_policy_of_bundle_leads_among_equals(route: dict[str, Any]) -> Non
     ],
     ids=["of other requests", "off", "in shadow"],
 )
-def test_carried_policy_may_disable_the_loaded_one(carried: dict[str, Any], applied: dict[str, int]) -> None:
+def test_carried_policy_may_disable_the_loaded_one(
+    carried: dict[str, Any], applied: dict[str, int]
+) -> None:
     service = make_service(policy("p", ANY), policy("q", ANY, threshold_identical_requests=100))
 
     leads = [lead_of(ask(service, carry=carried)) for _ in range(4)]
@@ -313,11 +369,20 @@ def test_carried_policy_may_disable_the_loaded_one(carried: dict[str, Any], appl
         ({"pin": "p"}, {}),
         ({"carry": policy("p", {}, mode="shadow")}, {}),
         ({"carry": bundle(policy("p", {}), global_shadow={"enabled": True})}, {}),
-        ({"carry": bundle(policy("p", {}), global_shadow={"enabled": True, "expires_at": LATER})}, {}),
+        (
+            {
+                "carry": bundle(
+                    policy("p", {}), global_shadow={"enabled": True, "expires_at": LATER}
+                )
+            },
+            {},
+        ),
         ({"carry": policy("p", {})}, {"shadow": True}),
     ],
 )
-def test_named_or_carried_policy_may_be_in_shadow(route: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_named_or_carried_policy_may_be_in_shadow(
+    route: dict[str, Any], settings: dict[str, Any]
+) -> None:
     store = RecordingStore()
     service = make_service(policy("p", NOWHERE, mode="shadow"), store=store, **settings)
 
@@ -325,14 +390,20 @@ def test_named_or_carried_policy_may_be_in_shadow(route: dict[str, Any], setting
 
     assert [lead_of(answer) for answer in answers] == [""] * 3
     found = metadata_of(answers[2])
-    assert (found["shadow_action"], found["shadow_policy"], found["shadow_count"]) == ("reject", "p", 3)
+    assert (found["shadow_action"], found["shadow_policy"], found["shadow_count"]) == (
+        "reject",
+        "p",
+        3,
+    )
     assert [key[:14] for key in store.keys] == ["shadow:loop:p:"] * 3
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[datetime]:
     moments = [datetime(2030, 1, 1, tzinfo=UTC)]
-    monkeypatch.setattr("extproc.ext_proc.service.datetime", SimpleNamespace(now=lambda _: moments[-1]))
+    monkeypatch.setattr(
+        "extproc.ext_proc.service.datetime", SimpleNamespace(now=lambda _: moments[-1])
+    )
     return moments
 
 
@@ -340,7 +411,9 @@ def test_carried_times_are_checked_as_in_files(clock: list[datetime]) -> None:
     """An expired bundle is refused, one that expires later stays in force; a global shadow ends."""
     known, new, watching = make_service(), make_service(), make_service()
     document = bundle(CARRIED, expires_at="2030-06-01T00:00:00Z")
-    shadowed = bundle(CARRIED, global_shadow={"enabled": True, "expires_at": "2030-06-01T00:00:00Z"})
+    shadowed = bundle(
+        CARRIED, global_shadow={"enabled": True, "expires_at": "2030-06-01T00:00:00Z"}
+    )
     ask(known, carry=document)
     ask(watching, carry=shadowed)
 
@@ -362,7 +435,9 @@ UNENFORCED = {
 
 
 @pytest.mark.parametrize("part", UNENFORCED.values(), ids=UNENFORCED)
-def test_unenforced_parts_are_refused_unless_allowed(part: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+def test_unenforced_parts_are_refused_unless_allowed(
+    part: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
     strict, tolerant = make_service(), make_service(allow_unenforced=True)
     document = {"id": "p", "spec": {**policy("p", {})["spec"], **part}}
 
@@ -398,15 +473,41 @@ BAD: dict[str, tuple[object, str, list[str]]] = {
         ["/spec/loop_detecton"],
     ),
     "several errors": (
-        json.dumps([policy("p", {"pathExact": "x"}, action="refuse"), policy("p", {}, threshold_identical_requests=1)]),
+        json.dumps(
+            [
+                policy("p", {"pathExact": "x"}, action="refuse"),
+                policy("p", {}, threshold_identical_requests=1),
+            ]
+        ),
         "invalid",
-        ["/0/spec/selector/pathExact", "/0/spec/loop_detection/action", "/1/spec/loop_detection/thr", "duplicate id 'p'"],
+        [
+            "/0/spec/selector/pathExact",
+            "/0/spec/loop_detection/action",
+            "/1/spec/loop_detection/thr",
+            "duplicate id 'p'",
+        ],
     ),
-    "a selector that is none": (json.dumps({"id": "p", "spec": {"selector": []}}), "invalid", ["/spec/selector"]),
-    "an empty list of methods": (json.dumps(policy("p", {"methods": []})), "invalid", ["/spec/selector/methods"]),
-    "expired": (json.dumps(bundle(CARRIED, expires_at=EXPIRED)), "invalid", ["/expires_at: the bundle expired"]),
+    "a selector that is none": (
+        json.dumps({"id": "p", "spec": {"selector": []}}),
+        "invalid",
+        ["/spec/selector"],
+    ),
+    "an empty list of methods": (
+        json.dumps(policy("p", {"methods": []})),
+        "invalid",
+        ["/spec/selector/methods"],
+    ),
+    "expired": (
+        json.dumps(bundle(CARRIED, expires_at=EXPIRED)),
+        "invalid",
+        ["/expires_at: the bundle expired"],
+    ),
     "one bad beside a good": (json.dumps([CARRIED, {"id": "q"}]), "invalid", ["/1"]),
-    "too large": (_PADDED + " " * (MAX_POLICY_JSON + 1 - len(_PADDED)), "too_large", ["65537 characters; at most 65536"]),
+    "too large": (
+        _PADDED + " " * (MAX_POLICY_JSON + 1 - len(_PADDED)),
+        "too_large",
+        ["65537 characters; at most 65536"],
+    ),
     "unenforced": (
         json.dumps(bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "true"}])),
         "unenforced",
@@ -443,14 +544,18 @@ def test_bad_carried_policy_is_counted_and_logged_once(
 MUCH_WRONG = {
     "many errors": "[" + ",".join(["{}"] * 2_000) + "]",
     "a long key": json.dumps({"id": "p", "spec": {"x" * 60_000: 1}}),
-    "many parts": json.dumps(bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}] * 1_000)),
+    "many parts": json.dumps(
+        bundle(CARRIED, kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}] * 1_000)
+    ),
     "much too large": " " * 10_000_000,
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", MUCH_WRONG.values(), ids=MUCH_WRONG)
-def test_errors_of_carried_policy_are_kept_shortened(text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_carried_policy_are_kept_shortened(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     made, now = HandedOver(shadow=False, allow_unenforced=False), datetime.now(UTC)
     kept = made.compile(text, now)
 
@@ -466,7 +571,8 @@ def test_errors_of_carried_policy_are_kept_shortened(text: str, caplog: pytest.L
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     contents: list[str] = []
 
-    def parse(files: Mapping[str, bytes], *rest: Any, **more: Any) -> Any:  # noqa: ANN401  # passed on as they are
+    # Passed on as they are
+    def parse(files: Mapping[str, bytes], *rest: Any, **more: Any) -> Any:  # noqa: ANN401
         contents.extend(data.decode() for data in files.values())
         return loader.parse(files, *rest, **more)
 
@@ -475,7 +581,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("text", [json.dumps(CARRIED), "bad"])
-def test_carried_content_is_compiled_once(text: str, parsed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_carried_content_is_compiled_once(
+    text: str, parsed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     service = make_service(policy("old", ANY))
 
     for _ in range(5):
@@ -492,7 +600,10 @@ def test_carried_content_is_compiled_once(text: str, parsed: list[str], caplog: 
 def test_equal_policies_in_other_content_count_together(parsed: list[str]) -> None:
     service = make_service()
 
-    answers = [ask(service, carry=text) for text in (json.dumps(CARRIED), json.dumps(CARRIED, indent=1), json.dumps([CARRIED]))]
+    answers = [
+        ask(service, carry=text)
+        for text in (json.dumps(CARRIED), json.dumps(CARRIED, indent=1), json.dumps([CARRIED]))
+    ]
 
     assert len(parsed) == 3
     assert [lead_of(answer) for answer in [*answers, ask(service)]] == ["", "", "carried", ""]
@@ -516,39 +627,56 @@ def test_least_recently_used_content_is_dropped(parsed: list[str]) -> None:
 
 
 def _with_claim(message: ProcessingRequest, **claims: str) -> ProcessingRequest:
-    message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"payload": claims})
+    message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update(
+        {"payload": claims}
+    )
     return message
 
 
 READ: dict[str, tuple[dict[str, Any], Callable[[str], list[ProcessingRequest]]]] = {
-    "a claim": (policy("p", {}, limit_keys=["jwt:org"]), lambda value: [_with_claim(headers(end=True), org=value)]),
+    "a claim": (
+        policy("p", {}, limit_keys=["jwt:org"]),
+        lambda value: [_with_claim(headers(end=True), org=value)],
+    ),
     "the address": (
         policy("p", {}, limit_keys=["ip:address"]),
         lambda value: [headers(end=True, attributes={"source.address": f"192.0.2.{ord(value)}:1"})],
     ),
-    "a header": (policy("p", {}, limit_keys=["header:x-a"]), lambda value: [headers(end=True, x_a=value)]),
+    "a header": (
+        policy("p", {}, limit_keys=["header:x-a"]),
+        lambda value: [headers(end=True, x_a=value)],
+    ),
     "the body": (
         policy("p", {}, limit_keys=["body:/user"], body="ignore"),
         lambda value: [headers(), body(b'{"user": "%b"}' % value.encode())],
     ),
     "a bundle's tail": (
         policy("p", {}, similarity="tail"),
-        lambda value: [headers(), body(json.dumps({"messages": [{"role": "user", "content": value}]}).encode())],
+        lambda value: [
+            headers(),
+            body(json.dumps({"messages": [{"role": "user", "content": value}]}).encode()),
+        ],
     ),
 }
 
 
-@pytest.mark.parametrize("loaded", [(), (policy("loaded", ANY, body="ignore"),)], ids=["alone", "beside"])
+@pytest.mark.parametrize(
+    "loaded", [(), (policy("loaded", ANY, body="ignore"),)], ids=["alone", "beside"]
+)
 @pytest.mark.parametrize(("carried", "request_"), READ.values(), ids=READ)
 def test_fields_only_a_carried_policy_reads_are_read(
-    carried: dict[str, Any], request_: Callable[[str], list[ProcessingRequest]], loaded: Sequence[dict[str, Any]]
+    carried: dict[str, Any],
+    request_: Callable[[str], list[ProcessingRequest]],
+    loaded: Sequence[dict[str, Any]],
 ) -> None:
     service = make_service(*loaded)
     totals = []
     for value in "abcaa":
         head, *more = request_(value)
         ask(service, *more, head=head, carry=carried)
-        totals.append(sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject"))
+        totals.append(
+            sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject")
+        )
 
     assert totals == [0, 0, 0, 0, 1]
     assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 4
@@ -568,12 +696,25 @@ def test_loaded_policies_read_the_same_beside_carried_ones() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 GOOD = bundle(
-    policy("p", {"pathPrefix": "/", "methods": ["POST"], "routes": ["r"]}, limit_keys=["jwt:a", "body:/b"], similarity="tail"),
-    {"id": "q", "spec": {"loop_detection": [policy("", {})["spec"]["loop_detection"]], "bypass": [{"header": "x"}]}},
+    policy(
+        "p",
+        {"pathPrefix": "/", "methods": ["POST"], "routes": ["r"]},
+        limit_keys=["jwt:a", "body:/b"],
+        similarity="tail",
+    ),
+    {
+        "id": "q",
+        "spec": {
+            "loop_detection": [policy("", {})["spec"]["loop_detection"]],
+            "bypass": [{"header": "x"}],
+        },
+    },
     expires_at=LATER,
     global_shadow={"enabled": True, "expires_at": LATER},
 )
@@ -585,18 +726,29 @@ def mutilated(draw: st.DrawFn) -> str:
     place = document
     while True:
         key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
-        if not place[key] or not isinstance(place[key], dict | list) or draw(st.integers(0, 3)) == 0:
+        if (
+            not place[key]
+            or not isinstance(place[key], dict | list)
+            or draw(st.integers(0, 3)) == 0
+        ):
             break
         place = place[key]
     if draw(st.booleans()):
-        place[key] = draw(JSON | st.sampled_from(["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "\ud800", 10**400]))
+        place[key] = draw(
+            JSON
+            | st.sampled_from(
+                ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "\ud800", 10**400]
+            )
+        )
     else:
         del place[key]
     return json.dumps(document)
 
 
 @given(text=st.text(max_size=40) | JSON.map(json.dumps) | mutilated())
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
+@hypothesis_settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200)
+)
 def test_no_carried_content_breaks_a_request(text: str) -> None:
     service = make_service(policy("loaded", ANY, body="ignore"))
 
@@ -605,4 +757,7 @@ def test_no_carried_content_breaks_a_request(text: str) -> None:
     assert lead_of(answers[2])
     assert counted(service)["loaded"] == 3
     assert sum(errors(service).values()) in (0, 3)
-    assert all(sample(service, "fail_open_total", reason=reason) == 0 for reason in ("internal_error", "shadow_error"))
+    assert all(
+        sample(service, "fail_open_total", reason=reason) == 0
+        for reason in ("internal_error", "shadow_error")
+    )

@@ -1,4 +1,7 @@
-"""What shadow policies may cost: time, waiting and errors. `test_same_answers.py` proves that they change no answer."""
+"""What shadow policies may cost: time, waiting and errors.
+
+`test_same_answers.py` proves that they change no answer.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,32 @@ from extproc.store.rules.session import Question
 from tests.support.documents import policy
 from tests.support.looping import encoded, looping
 from tests.support.messages import body, headers
-from tests.support.service import FailingStore, decoded, exchange, list_uncounted, make_service, repeat, sample
+from tests.support.service import (
+    FailingStore,
+    decoded,
+    exchange,
+    list_uncounted,
+    make_service,
+    repeat,
+    sample,
+)
 
 ROOT = {"pathExact": "/"}
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "threshold_identical_requests": 2}
 LIVE, WATCHES = policy("live", ROOT, **USER), policy("watches", ROOT, mode="shadow", **USER)
 READS = {**USER, "similarity": "tail"}
-LIVE_READER, SHADOW_READER = policy("live", ROOT, **READS), policy("watches", ROOT, mode="shadow", **READS)
+LIVE_READER, SHADOW_READER = (
+    policy("live", ROOT, **READS),
+    policy("watches", ROOT, mode="shadow", **READS),
+)
 
 
 class Silent(FailingStore):
     """A store that never answers about keys of shadow policies."""
 
-    def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
+    def hit(
+        self, hits: Sequence[Question], now: int | None = None
+    ) -> list[Any] | Awaitable[list[Any]]:
         """Count, or wait for ever."""
         if any("shadow:" in hit.key for hit in hits):
             return asyncio.Event().wait()  # type: ignore[return-value]  # it never comes
@@ -37,7 +53,9 @@ class Silent(FailingStore):
 def test_answer_leaves_at_deadline_of_shadow_policies(later: bool) -> None:
     service = make_service(LIVE, WATCHES, store=Silent(failing="never", later=later))
 
-    answers = [decoded(exchange(service, headers(x_user_id="ann"), body(b"x"))[-1]) for _ in range(2)]
+    answers = [
+        decoded(exchange(service, headers(x_user_id="ann"), body(b"x"))[-1]) for _ in range(2)
+    ]
 
     assert [answer.immediate_response.status.code for answer in answers] == [0, 429]
     assert list_uncounted(service, "watches") == {"shadow_deadline": 2}
@@ -55,7 +73,14 @@ def test_store_errors_of_shadow_policies_are_counted(later: bool) -> None:
 
 
 def test_body_read_only_by_shadow_policies_shapes_no_refusal() -> None:
-    call = encoded({"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "grep", "arguments": {}}})
+    call = encoded(
+        {
+            "jsonrpc": "2.0",
+            "id": 7,
+            "method": "tools/call",
+            "params": {"name": "grep", "arguments": {}},
+        }
+    )
 
     alone, beside = [
         repeat(service, headers(x_user_id="ann"), body(call), times=2)
@@ -83,7 +108,12 @@ def test_shadow_policies_without_time_left_count_nothing() -> None:
     service.budget.allows("x-user-id=ann", perf_counter())
     service.budget.spend("x-user-id=ann", 1_000, shadow=True)
 
-    answers = [decoded(exchange(service, headers(x_user_id="ann"), body(looping(3)))[-1]) for _ in range(2)]
+    answers = [
+        decoded(exchange(service, headers(x_user_id="ann"), body(looping(3)))[-1]) for _ in range(2)
+    ]
 
     assert [answer.immediate_response.status.code for answer in answers] == [0, 429]
-    assert (list_uncounted(service, "live"), list_uncounted(service, "watches")) == ({}, {"inspect_budget": 2})
+    assert (list_uncounted(service, "live"), list_uncounted(service, "watches")) == (
+        {},
+        {"inspect_budget": 2},
+    )

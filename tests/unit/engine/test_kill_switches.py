@@ -45,7 +45,9 @@ def make_service(policies: PolicySet, **settings: Any) -> Service:  # noqa: ANN4
 
 
 def place_of(caplog: pytest.LogCaptureFixture) -> str:
-    places = [vars(line)["fields"]["place"] for line in caplog.records if line.message == "kill switch"]
+    places = [
+        vars(line)["fields"]["place"] for line in caplog.records if line.message == "kill switch"
+    ]
     return places[-1].rpartition("/")[2] if places else ""
 
 
@@ -58,37 +60,106 @@ def place_of(caplog: pytest.LogCaptureFixture) -> str:
         ([switch("header:X-User-Id")], "/guarded", BAD, "0"),
         ([switch("header:host", "host")], "/guarded", {}, "0"),
         ([switch("header:host", "hostx")], "/guarded", {}, ""),
-        ([switch("jwt:org_id", "org-1")], "/guarded", {"authorization": "Bearer e30.eyJvcmdfaWQiOiJvcmctMSJ9.x"}, "0"),
-        ([switch("jwt:org_id", "org")], "/guarded", {"authorization": "Bearer e30.eyJvcmdfaWQiOiJvcmctMSJ9.x"}, ""),
+        (
+            [switch("jwt:org_id", "org-1")],
+            "/guarded",
+            {"authorization": "Bearer e30.eyJvcmdfaWQiOiJvcmctMSJ9.x"},
+            "0",
+        ),
+        (
+            [switch("jwt:org_id", "org")],
+            "/guarded",
+            {"authorization": "Bearer e30.eyJvcmdfaWQiOiJvcmctMSJ9.x"},
+            "",
+        ),
         ([switch("jwt:org_id")], "/guarded", {}, ""),
         ([switch("query:key", "a b")], "/guarded?x=1&key=a+b", {}, "0"),
         ([switch("query:key", "a b")], "/guarded?x=1&key=a+bx", {}, ""),
         ([switch("query:q")], "/guarded?q=", {}, ""),
         ([switch("query:q")], "/guarded?q=bad", {}, "0"),
-        ([switch("query:q")], "/guarded?" + "&" * 20_000 + "q=bad", {}, ""),  # takes too long to read
-        ([switch("ip:address", "10.0.0.1")], "/guarded", {"attributes": {"source.address": "10.0.0.1:7"}}, "0"),
-        ([switch("ip:address", "10.0.0.1")], "/guarded", {"attributes": {"source.address": "10.0.0.10:7"}}, ""),
-        ([switch("ip:country", "10.0.0.1")], "/guarded", {"attributes": {"source.address": "10.0.0.1:7"}}, ""),
-        ([switch(route="/guarded/a")], "/guarded//%61?b=1", BAD, "0"),  # the whole path in any spelling
+        (
+            [switch("query:q")],
+            "/guarded?" + "&" * 20_000 + "q=bad",
+            {},
+            "",
+        ),  # takes too long to read
+        (
+            [switch("ip:address", "10.0.0.1")],
+            "/guarded",
+            {"attributes": {"source.address": "10.0.0.1:7"}},
+            "0",
+        ),
+        (
+            [switch("ip:address", "10.0.0.1")],
+            "/guarded",
+            {"attributes": {"source.address": "10.0.0.10:7"}},
+            "",
+        ),
+        (
+            [switch("ip:country", "10.0.0.1")],
+            "/guarded",
+            {"attributes": {"source.address": "10.0.0.1:7"}},
+            "",
+        ),
+        (
+            [switch(route="/guarded/a")],
+            "/guarded//%61?b=1",
+            BAD,
+            "0",
+        ),  # the whole path in any spelling
         ([switch(route="/guarded/a")], "/guarded/a/b", BAD, ""),
         ([switch(route="/guarded/a")], "/guarded", BAD, ""),
         ([switch("header:x-team", "t"), switch()], "/guarded", BAD | TEAM, "0"),  # the first wins
-        ([switch("header:x-team", "u"), switch(route="/guarded"), switch()], "/guarded", BAD | TEAM, "1"),
+        (
+            [switch("header:x-team", "u"), switch(route="/guarded"), switch()],
+            "/guarded",
+            BAD | TEAM,
+            "1",
+        ),
         ([switch(), switch(), switch("header:x-team", "t")], "/guarded", TEAM, "2"),
-        ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": "Bearer sk-1"}, "0"),
-        ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": "bearer sk-1"}, "0"),
-        ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": "BEARER   sk-1 "}, "0"),
-        ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": "Token sk-1"}, "0"),
+        (
+            [switch("header:authorization", "Bearer sk-1")],
+            "/",
+            {"authorization": "Bearer sk-1"},
+            "0",
+        ),
+        (
+            [switch("header:authorization", "Bearer sk-1")],
+            "/",
+            {"authorization": "bearer sk-1"},
+            "0",
+        ),
+        (
+            [switch("header:authorization", "Bearer sk-1")],
+            "/",
+            {"authorization": "BEARER   sk-1 "},
+            "0",
+        ),
+        (
+            [switch("header:authorization", "Bearer sk-1")],
+            "/",
+            {"authorization": "Token sk-1"},
+            "0",
+        ),
         ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": "sk-1"}, "0"),
         ([switch("header:authorization", "sk-1")], "/", {"authorization": "Bearer sk-1"}, "0"),
-        ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": "Bearer sk-10"}, ""),
+        (
+            [switch("header:authorization", "Bearer sk-1")],
+            "/",
+            {"authorization": "Bearer sk-10"},
+            "",
+        ),
         ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": "Bearer"}, ""),
         ([switch("header:authorization", "Bearer sk-1")], "/", {"authorization": ""}, ""),
         ([switch(description="why", **{"x-ticket": "7"})], "/guarded", BAD, "0"),
     ],
 )
 def test_switch_stops_the_caller_it_names(
-    switches: list[Any], path: str, named: dict[str, Any], place: str, caplog: pytest.LogCaptureFixture
+    switches: list[Any],
+    path: str,
+    named: dict[str, Any],
+    place: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Values are compared exactly, except for the scheme of a credential."""
     service = make_service(load(*switches), allow_unverified_jwt=True)
@@ -109,11 +180,15 @@ def test_switch_stops_the_caller_it_names(
         ({"global_shadow": OVERRIDE}, 0, "0"),
     ],
 )
-def test_switches_and_overrides_end_without_a_reload(more: dict[str, Any], minutes: int, place: str | None) -> None:
+def test_switches_and_overrides_end_without_a_reload(
+    more: dict[str, Any], minutes: int, place: str | None
+) -> None:
     text = json.dumps(bundle(GUARDED, **{"kill_switches": [switch()], **more})).encode()
     engine = Engine(parse({"b.json": text}, NOW), NOW)
 
-    found = engine.find_switch(HttpRequest("GET", "/", "", {"x-user-id": b"bad"}), NOW.timestamp() + minutes * 60)
+    found = engine.find_switch(
+        HttpRequest("GET", "/", "", {"x-user-id": b"bad"}), NOW.timestamp() + minutes * 60
+    )
 
     assert (found and found.place[-1]) == place
 
@@ -136,7 +211,9 @@ def test_switch_refuses_on_headers_and_counts_nothing(caplog: pytest.LogCaptureF
         assert b"abuse" not in answer.immediate_response.body
     assert killed(service, "enforce") == 2
     assert service.metrics.decisions == {}
-    (line,) = [vars(record)["fields"] for record in caplog.records if record.getMessage() == "kill switch"]
+    (line,) = [
+        vars(record)["fields"] for record in caplog.records if record.getMessage() == "kill switch"
+    ]
     assert line == {
         "place": "b.json: /kill_switches/0",
         "mode": "enforce",
@@ -150,7 +227,10 @@ def test_switch_in_shadow_is_only_reported() -> None:
     """`serve --shadow` passes the request on to the policies."""
     service = make_service(load(switch()), shadow=True)
 
-    answers = [decoded(exchange(service, headers("/guarded", end=True, x_user_id="bad"))[-1]) for _ in range(3)]
+    answers = [
+        decoded(exchange(service, headers("/guarded", end=True, x_user_id="bad"))[-1])
+        for _ in range(3)
+    ]
 
     assert not any(answer.HasField("immediate_response") for answer in answers)
     assert (killed(service, "enforce"), killed(service, "shadow")) == (0, 3)
@@ -173,7 +253,11 @@ def test_refusal_by_switch_has_shape_of_its_api(path: str, shape: dict[str, Any]
 
     document = json.loads(decoded(reply).immediate_response.body)
     for key, value in shape.items():
-        assert value.items() <= document[key].items() if isinstance(value, dict) else document[key] == value
+        assert (
+            value.items() <= document[key].items()
+            if isinstance(value, dict)
+            else document[key] == value
+        )
     assert "kill_switch" in document["error"]["message"]
 
 
@@ -181,13 +265,19 @@ def test_route_may_carry_a_switch() -> None:
     service = make_service(load())
     attribute = {POLICY_ATTRIBUTE: json.dumps(bundle(kill_switches=[switch()]))}
 
-    answers = [exchange(service, headers("/", attributes=given, x_user_id="bad")) for given in (attribute, {})]
+    answers = [
+        exchange(service, headers("/", attributes=given, x_user_id="bad"))
+        for given in (attribute, {})
+    ]
 
     assert [decoded(answer).immediate_response.status.code for (answer,) in answers] == [429, 0]
 
 
 KEYS = ("scope_key", "scope_value", "route", "reason", "expires_at")
-KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-') or 'ip:address'"
+KEY = (
+    "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, "
+    "digits, '_' and '-') or 'ip:address'"
+)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +288,26 @@ KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names o
         (switch("header:x user"), [("scope_key", f"{KEY}, not 'header:x user'")]),
         (switch(value=""), [("scope_value", "scope_value must not be empty")]),
         ({"scope_value": "v"}, [("scope_key", "scope_key is required")]),
-        ({"scope_key": "jwt:a", "scope_value": 1}, [("scope_value", "scope_value must be a string, not 1")]),
+        (
+            {"scope_key": "jwt:a", "scope_value": 1},
+            [("scope_value", "scope_value must be a string, not 1")],
+        ),
         (switch(route="guarded"), [("route", "route must start with '/', not 'guarded'")]),
         (switch(reason=7), [("reason", "reason must be a string, not 7")]),
         (switch(ttl="x"), [("ttl", f"unknown key; known keys are {', '.join(KEYS)}")]),
         (switch(expiresat="x"), [("expiresat", "unknown key; did you mean expires_at?")]),
-        ("bad", [("", f"it must be an object {{{', '.join(f'{chr(34)}{key}{chr(34)}' for key in KEYS)}}}, not 'bad'")]),
+        (
+            "bad",
+            [
+                (
+                    "",
+                    (
+                        "it must be an object "
+                        f"{{{', '.join(f'{chr(34)}{key}{chr(34)}' for key in KEYS)}}}, not 'bad'"
+                    ),
+                )
+            ],
+        ),
     ],
 )
 def test_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[str, str]]) -> None:  # noqa: ANN401  # any JSON
@@ -211,23 +315,35 @@ def test_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[st
         load(switch(), entry)
 
     found = [
-        (error.pointer.removeprefix("/kill_switches/1").removeprefix("/"), error.message) for error in failure.value.errors
+        (error.pointer.removeprefix("/kill_switches/1").removeprefix("/"), error.message)
+        for error in failure.value.errors
     ]
     assert found == expected
 
 
 def test_switch_that_cannot_act_is_reported() -> None:
-    policies = load(switch("ip:country", "XX"), switch(expires_at="2026-05-31T00:00:00Z"), switch(route="/v1/"))
+    policies = load(
+        switch("ip:country", "XX"), switch(expires_at="2026-05-31T00:00:00Z"), switch(route="/v1/")
+    )
 
-    derived = "the descriptor ip:country cannot be derived by Loopguard, so this kill switch stops no one"
-    assert [(part.pointer, part.message) for part in policies.unenforced] == [("/kill_switches/0", derived)]
+    derived = (
+        "the descriptor ip:country cannot be derived by Loopguard, so this kill switch stops no one"
+    )
+    assert [(part.pointer, part.message) for part in policies.unenforced] == [
+        ("/kill_switches/0", derived)
+    ]
     assert [(part.pointer, part.message.partition(":")[0]) for part in policies.warnings] == [
         ("/kill_switches/1/expires_at", "expired at 2026-05-31T00"),
-        ("/kill_switches/2/route", "'/v1/' is compared with the whole path of a request; it is not a prefix"),
+        (
+            "/kill_switches/2/route",
+            "'/v1/' is compared with the whole path of a request; it is not a prefix",
+        ),
     ]
 
 
-def test_explain_names_the_switch_that_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_names_the_switch_that_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "b.json"
     file.write_text(json.dumps(bundle(GUARDED, kill_switches=[switch(reason="abuse")])))
     asked = ["explain", "--policy", str(file), "-H", "x-user-id: bad", "http://h/guarded"]

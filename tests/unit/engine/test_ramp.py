@@ -13,26 +13,47 @@ from tests.support import ROOT
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import body, headers
-from tests.support.service import RecordingStore, exchange, headers_of, make_service, metadata_of, repeat, sample
+from tests.support.service import (
+    RecordingStore,
+    exchange,
+    headers_of,
+    make_service,
+    metadata_of,
+    repeat,
+    sample,
+)
 
 USER = "header:x-user"
 LOOP = (ROOT / "tests" / "support" / "bodies" / "responses_previous.json").read_bytes()
 
 
-def ramped(percent: int, identity: str = "p", store: RecordingStore | None = None, **more: Any) -> Service:  # noqa: ANN401  # keys of the policy
-    return make_service(policy(identity, ANY, enforce_percent=percent, **{"limit_keys": [USER], **more}), store=store)
+def ramped(
+    percent: int,
+    identity: str = "p",
+    store: RecordingStore | None = None,
+    **more: Any,  # noqa: ANN401  # keys of the policy
+) -> Service:
+    return make_service(
+        policy(identity, ANY, enforce_percent=percent, **{"limit_keys": [USER], **more}),
+        store=store,
+    )
 
 
 def count(service: Service, mode: str, policy: str = "p") -> float:
     return sample(service, "requests_total", policy=policy, mode=mode, action="allow")
 
 
-def acts_on(service: Service, user: str = "", path: str = "/", policy: str = "p", **more: str) -> bool:
+def acts_on(
+    service: Service, user: str = "", path: str = "/", policy: str = "p", **more: str
+) -> bool:
     """Whether the policy acts on a request; otherwise it watches it."""
     before = count(service, "enforce", policy), count(service, "shadow", policy)
     given: dict[str, Any] = {"x_user": user, **more} if user else more
     exchange(service, headers(path, end=True, **given))
-    acted, watched = count(service, "enforce", policy) - before[0], count(service, "shadow", policy) - before[1]
+    acted, watched = (
+        count(service, "enforce", policy) - before[0],
+        count(service, "shadow", policy) - before[1],
+    )
     assert acted + watched == 1
     return bool(acted)
 
@@ -46,7 +67,9 @@ def test_share_of_callers_is_as_configured(percent: int) -> None:
     for number in range(callers):
         exchange(service, headers(end=True, x_user=f"user-{number}"))
 
-    assert abs(count(service, "enforce") - callers * share) <= 4 * sqrt(callers * share * (1 - share))
+    assert abs(count(service, "enforce") - callers * share) <= 4 * sqrt(
+        callers * share * (1 - share)
+    )
     assert count(service, "enforce") + count(service, "shadow") == callers
 
 
@@ -66,9 +89,16 @@ def test_places_of_callers_never_change(seed: str, places: dict[str, int]) -> No
 
 def test_policies_choose_other_callers_unless_seed_is_shared() -> None:
     users = [f"user-{number}" for number in range(100)]
-    services = {"one": ramped(50, "one"), "other": ramped(50, "other"), "third": ramped(50, "third", ramp_seed="one")}
+    services = {
+        "one": ramped(50, "one"),
+        "other": ramped(50, "other"),
+        "third": ramped(50, "third", ramp_seed="one"),
+    }
 
-    one, other, third = ({user for user in users if acts_on(made, user, policy=name)} for name, made in services.items())
+    one, other, third = (
+        {user for user in users if acts_on(made, user, policy=name)}
+        for name, made in services.items()
+    )
 
     assert third == one
     assert 10 < len(one & other) < 40
@@ -78,7 +108,9 @@ def test_order_of_keys_makes_no_difference() -> None:
     keys = [USER, "query:team"]
 
     services = ramped(50, limit_keys=keys), ramped(50, limit_keys=keys[::-1])
-    there, back = ([acts_on(service, "ann", f"/?team={n}") for n in range(20)] for service in services)
+    there, back = (
+        [acts_on(service, "ann", f"/?team={n}") for n in range(20)] for service in services
+    )
 
     assert there == back
     assert set(there) == {True, False}
@@ -100,7 +132,10 @@ def test_ramp_by_chooses_callers_by_other_keys() -> None:
     store = RecordingStore()
     service = ramped(50, store=store, ramp_by=["header:x-org"])
 
-    acted = [{acts_on(service, user, f"/{org}", x_org=f"{org}") for user in ("ann", "bob")} for org in range(40)]
+    acted = [
+        {acts_on(service, user, f"/{org}", x_org=f"{org}") for user in ("ann", "bob")}
+        for org in range(40)
+    ]
 
     assert {len(found) for found in acted} == {1}
     assert set.union(*acted) == {True, False}
@@ -108,7 +143,11 @@ def test_ramp_by_chooses_callers_by_other_keys() -> None:
 
 
 def test_caller_without_keys_is_watched_below_100_percent() -> None:
-    assert [acts_on(ramped(percent, ramp_by=["jwt:org"]), "ann") for percent in (1, 99, 100)] == [False, False, True]
+    assert [acts_on(ramped(percent, ramp_by=["jwt:org"]), "ann") for percent in (1, 99, 100)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_missing_keys_are_reported_once() -> None:
@@ -116,7 +155,10 @@ def test_missing_keys_are_reported_once() -> None:
 
     exchange(service, headers(end=True))
 
-    missing = [sample(service, "missing_descriptor_total", policy="p", key=key) for key in ("jwt:org", USER)]
+    missing = [
+        sample(service, "missing_descriptor_total", policy="p", key=key)
+        for key in ("jwt:org", USER)
+    ]
     assert missing == [1, 1]
 
 
@@ -144,17 +186,24 @@ def test_global_shadow_overrides_the_share() -> None:
     service = make_service()
     item = policy("p", ANY, enforce_percent=99, limit_keys=[USER])
 
-    for engine in (make_engine(item, shadow=True), make_engine(item, global_shadow={"enabled": True})):
+    for engine in (
+        make_engine(item, shadow=True),
+        make_engine(item, global_shadow={"enabled": True}),
+    ):
         service.engine = engine
         assert not acts_on(service, "carl")
 
 
-@pytest.mark.parametrize(("keep", "namespaces"), [(False, ["shadow:", "shadow:", "", ""]), (True, ["shadow:"] * 4)])
+@pytest.mark.parametrize(
+    ("keep", "namespaces"), [(False, ["shadow:", "shadow:", "", ""]), (True, ["shadow:"] * 4)]
+)
 def test_keep_counts_decides_what_entering_callers_bring(keep: bool, namespaces: list[str]) -> None:
     store = RecordingStore()
     session: dict[str, Any] = {"limit_keys": [USER], "session": {}, "similarity": "turns"}
     steps = [make_service(policy("p", ANY, mode="shadow", **session), store=store)]
-    steps += [ramped(percent, store=store, keep_counts=keep, **session) for percent in (28, 29, 100)]
+    steps += [
+        ramped(percent, store=store, keep_counts=keep, **session) for percent in (28, 29, 100)
+    ]
 
     for service in steps:
         exchange(service, headers("/v1/responses", x_user="ann", x_session_id="s"), body(LOOP))

@@ -19,15 +19,30 @@ Request = tuple[str, str, str, str]  # method, authority, path, route
 
 
 def index(*selectors: Mapping[str, Any]) -> Index[int]:
-    return Index((SlimSelector(Selector(**selector), {}), number) for number, selector in enumerate(selectors))
+    return Index(
+        (SlimSelector(Selector(**selector), {}), number)
+        for number, selector in enumerate(selectors)
+    )
 
 
 PATHS: list[tuple[dict[str, str], list[str], list[str]]] = [
     ({"pathExact": "/v1"}, ["/v1"], ["/v1/", "/", "/V1", "/v1/x", ""]),
     ({"pathExact": "/v1/"}, ["/v1/"], ["/v1", "/v1//"]),
-    ({"pathPrefix": "/v1/"}, ["/v1/", "/v1/x", "/v1//", "/v1/x/y/z"], ["/v1", "/v1x/", "/v2/x", "/x/v1/"]),
-    ({"pathPrefix": "/v1"}, ["/v1", "/v1/", "/v1/x", "/v1//x"], ["/v1x", "/v", "/", "/V1/x", "/x/v1"]),
-    ({"pathPrefix": "/a//b"}, ["/a/b", "/a/b/c"], ["/a//b", "/a/bc", "/a/"]),  # as requests' paths are by then
+    (
+        {"pathPrefix": "/v1/"},
+        ["/v1/", "/v1/x", "/v1//", "/v1/x/y/z"],
+        ["/v1", "/v1x/", "/v2/x", "/x/v1/"],
+    ),
+    (
+        {"pathPrefix": "/v1"},
+        ["/v1", "/v1/", "/v1/x", "/v1//x"],
+        ["/v1x", "/v", "/", "/V1/x", "/x/v1"],
+    ),
+    (
+        {"pathPrefix": "/a//b"},
+        ["/a/b", "/a/b/c"],
+        ["/a//b", "/a/bc", "/a/"],
+    ),  # as requests' paths are by then
     ({"pathPrefix": "/a//"}, ["/a/", "/a/b"], ["/a", "/b"]),
     ({"pathExact": "/%61/./b"}, ["/a/b"], ["/%61/./b"]),
     ({"pathPrefix": "/"}, ["/", "//", "/x", "/x/y/"], ["*", ""]),
@@ -37,7 +52,9 @@ PATHS: list[tuple[dict[str, str], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("selector", "taken", "refused"), PATHS)
-def test_selector_matches_exact_path_or_prefix(selector: dict[str, str], taken: list[str], refused: list[str]) -> None:
+def test_selector_matches_exact_path_or_prefix(
+    selector: dict[str, str], taken: list[str], refused: list[str]
+) -> None:
     """An exact path matches itself, a prefix what lies below it; with both, either will do."""
     found = {path: list(index(selector).match("GET", "h", path)) for path in taken + refused}
 
@@ -92,27 +109,50 @@ REQUESTS = st.tuples(
 def takes(selector: Mapping[str, Any], request: Request) -> bool:
     """A selector's meaning, stated as directly as possible."""
     method, authority, path, route = request
-    exact, prefix = (None if anchor is None else normalize_path(anchor) for anchor in map(selector.get, ANCHORS))
+    exact, prefix = (
+        None if anchor is None else normalize_path(anchor) for anchor in map(selector.get, ANCHORS)
+    )
     by_path = (
         (exact is None and prefix is None)
         or path == exact
-        or (prefix is not None and (path == prefix or path.startswith(prefix if prefix.endswith("/") else f"{prefix}/")))
+        or (
+            prefix is not None
+            and (
+                path == prefix or path.startswith(prefix if prefix.endswith("/") else f"{prefix}/")
+            )
+        )
     )
-    bare = {"a": "a", "A.": "a", "b:80": "b", "[::1]": "[::1]", "a.:81": "a", "B": "b", "[::1]:9": "[::1]", "c": "c", "": ""}
+    bare = {
+        "a": "a",
+        "A.": "a",
+        "b:80": "b",
+        "[::1]": "[::1]",
+        "a.:81": "a",
+        "B": "b",
+        "[::1]:9": "[::1]",
+        "c": "c",
+        "": "",
+    }
     return (
         by_path
         and ("methods" not in selector or method in [name.upper() for name in selector["methods"]])
-        and ("hosts" not in selector or bare[authority] in [bare[host] for host in selector["hosts"]])
+        and (
+            "hosts" not in selector or bare[authority] in [bare[host] for host in selector["hosts"]]
+        )
         and ("routes" not in selector or route in selector["routes"])
     )
 
 
 @given(st.lists(SELECTORS, max_size=8), st.lists(REQUESTS, min_size=1, max_size=8))
-def test_index_agrees_with_matching_every_selector(selectors: list[dict[str, Any]], requests: list[Request]) -> None:
+def test_index_agrees_with_matching_every_selector(
+    selectors: list[dict[str, Any]], requests: list[Request]
+) -> None:
     made = index(*selectors)
 
     for request in requests:
-        assert list(made.match(*request)) == [number for number, selector in enumerate(selectors) if takes(selector, request)]
+        assert list(made.match(*request)) == [
+            number for number, selector in enumerate(selectors) if takes(selector, request)
+        ]
 
 
 def measure(made: Index[int], *request: str) -> float:
@@ -128,12 +168,23 @@ def measure(made: Index[int], *request: str) -> float:
         ({"routes": ["r{}"], "methods": ["POST"]}, ("POST", "h", "/v1", "r7")),
     ],
 )
-def test_match_time_is_independent_of_policy_count(selector: dict[str, Any], request_: Request) -> None:
+def test_match_time_is_independent_of_policy_count(
+    selector: dict[str, Any], request_: Request
+) -> None:
     def filled(count: int) -> Index[int]:
         def fill(value: str | list[str], number: int) -> str | list[str]:
-            return value.format(number) if isinstance(value, str) else [item.format(number) for item in value]
+            return (
+                value.format(number)
+                if isinstance(value, str)
+                else [item.format(number) for item in value]
+            )
 
-        return index(*({key: fill(value, number) for key, value in selector.items()} for number in range(count)))
+        return index(
+            *(
+                {key: fill(value, number) for key, value in selector.items()}
+                for number in range(count)
+            )
+        )
 
     few, many = filled(10), filled(2_000)
 
@@ -144,4 +195,6 @@ def test_match_time_is_independent_of_policy_count(selector: dict[str, Any], req
 def test_match_time_is_bounded_by_deepest_prefix() -> None:
     made = index({"pathPrefix": "/a/b"}, {"pathExact": "/x"})
 
-    assert measure(made, "POST", "h", "/a/b" + "/c" * 10_000) < 100 * measure(made, "POST", "h", "/a/b/c/d")
+    assert measure(made, "POST", "h", "/a/b" + "/c" * 10_000) < 100 * measure(
+        made, "POST", "h", "/a/b/c/d"
+    )

@@ -43,12 +43,24 @@ PROMPT = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode
 Send = Callable[[], ProcessingResponse]
 
 
-def send(service: Service, path: str = MESSAGES, data: bytes = PROMPT, **named: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    shown: dict[str, Any] = {name: value.replace("JUNK", f"junk-{next(JUNK)}") for name, value in named.items()}
+def send(
+    service: Service,
+    path: str = MESSAGES,
+    data: bytes = PROMPT,
+    **named: Any,  # noqa: ANN401  # headers
+) -> ProcessingResponse:
+    shown: dict[str, Any] = {
+        name: value.replace("JUNK", f"junk-{next(JUNK)}") for name, value in named.items()
+    }
     return decoded(exchange(service, headers(path, **shown), body(data))[-1])
 
 
-def judge(path: str = MESSAGES, keys: Any = ("credential",), claims: Any = None, **named: str) -> list[Any]:  # noqa: ANN401  # a table's
+def judge(
+    path: str = MESSAGES,
+    keys: Any = ("credential",),  # noqa: ANN401  # a table's
+    claims: Any = None,  # noqa: ANN401  # a table's
+    **named: str,
+) -> list[Any]:
     request = HttpRequest(
         "POST",
         path,
@@ -64,12 +76,26 @@ def judge(path: str = MESSAGES, keys: Any = ("credential",), claims: Any = None,
 PAIRS = [
     (MESSAGES, {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}),
     (MESSAGES, {"x_api_key": "sk-real", "authorization": "Bearer JUNK"}),
-    (MESSAGES, {"authorization": "Bearer sk-real", "x_api_key": "JUNK", "api_key": "JUNK", "x_goog_api_key": "JUNK"}),
+    (
+        MESSAGES,
+        {
+            "authorization": "Bearer sk-real",
+            "x_api_key": "JUNK",
+            "api_key": "JUNK",
+            "x_goog_api_key": "JUNK",
+        },
+    ),
     (CHAT, {"api_key": "sk-real", "authorization": "Bearer JUNK"}),
     (CHAT, {"authorization": "Bearer sk-real", "api_key": "JUNK"}),
     (GEMINI, {"authorization": "Bearer sk-real", "x_goog_api_key": "JUNK"}),
     (f"{GEMINI}?key=sk-real", {"x_goog_api_key": "JUNK"}),
-    (BEDROCK, {"x_api_key": "sk-real", "authorization": "AWS4-HMAC-SHA256 Credential=JUNK/20260101/us-east-1/bedrock/x"}),
+    (
+        BEDROCK,
+        {
+            "x_api_key": "sk-real",
+            "authorization": "AWS4-HMAC-SHA256 Credential=JUNK/20260101/us-east-1/bedrock/x",
+        },
+    ),
     ("/other", {"x_goog_api_key": "sk-real", "authorization": "JUNK"}),
 ]
 """A real credential, and one that is read before it and changes with every request."""
@@ -83,24 +109,37 @@ GUARDS: dict[str, tuple[Callable[[list[Any]], dict[str, Any]], str]] = {
 
 
 def only_steps(most: int, keys: Sequence[Any] = ("credential",)) -> dict[str, Any]:
-    return {"id": "p", "spec": {"selector": ANY, "limit_keys": [*keys], "session_limits": {"max_steps": most}}}
+    return {
+        "id": "p",
+        "spec": {"selector": ANY, "limit_keys": [*keys], "session_limits": {"max_steps": most}},
+    }
 
 
 @pytest.mark.parametrize(
     ("path", "shown", "guard", "keys"),
     [
         *((*pair, "loops", [keys]) for pair in PAIRS for keys in ("credential", CALLER)),
-        *((*PAIRS[0], guard, [keys]) for guard in ("budgets", "sessions") for keys in ("credential", CALLER)),
+        *(
+            (*PAIRS[0], guard, [keys])
+            for guard in ("budgets", "sessions")
+            for keys in ("credential", CALLER)
+        ),
     ],
 )
-def test_junk_credential_makes_no_new_caller(path: str, shown: dict[str, Any], guard: str, keys: list[Any]) -> None:
+def test_junk_credential_makes_no_new_caller(
+    path: str, shown: dict[str, Any], guard: str, keys: list[Any]
+) -> None:
     make, reason = GUARDS[guard]
     service = make_service(make(keys))
     bodies = [turns(place if guard == "sessions" else 1) for place in range(4)]
 
     answers = [refused(send(service, path, data, x_session_id="s", **shown)) for data in bodies]
-    others: dict[str, Any] = {name: value.replace("sk-real", "sk-other") for name, value in shown.items()}
-    other = refused(send(service, path.replace("sk-real", "sk-other"), bodies[0], x_session_id="s", **others))
+    others: dict[str, Any] = {
+        name: value.replace("sk-real", "sk-other") for name, value in shown.items()
+    }
+    other = refused(
+        send(service, path.replace("sk-real", "sk-other"), bodies[0], x_session_id="s", **others)
+    )
 
     assert [*answers, other] == ["", "", reason, reason, ""]
 
@@ -128,12 +167,28 @@ SPENDING = limited(bucket(burst=99, keys=["credential"]), circuit_breaker=BREAKE
     ("made", "orders", "shown", "reasons"),
     [
         (LOOPS, {"AKIAFREE": ALLOW}, {"authorization": FREE}, ["", "", "", ""]),
-        (LOOPS, {"AKIAFREE": ALLOW}, {"authorization": FREE, "x_api_key": "sk-real"}, ["", "", *["loop_detected"] * 2]),
-        (only_steps(1), {"sk-a": GRANT}, {"authorization": "t", "x_api_key": "sk-a"}, ["", *["session_limit_exceeded"] * 3]),
+        (
+            LOOPS,
+            {"AKIAFREE": ALLOW},
+            {"authorization": FREE, "x_api_key": "sk-real"},
+            ["", "", *["loop_detected"] * 2],
+        ),
+        (
+            only_steps(1),
+            {"sk-a": GRANT},
+            {"authorization": "t", "x_api_key": "sk-a"},
+            ["", *["session_limit_exceeded"] * 3],
+        ),
         (SPENDING, {}, REAL, ["", "", *["circuit_breaker_open"] * 2]),
         (policy("p", ANY, limit_keys=[HEADERS]), {}, REAL, ["", "", *["loop_detected"] * 2]),
     ],
-    ids=["allowed", "allowed, and another one", "granted, and another one", "a breaker", "headers in first_of"],
+    ids=[
+        "allowed",
+        "allowed, and another one",
+        "granted, and another one",
+        "a breaker",
+        "headers in first_of",
+    ],
 )
 def test_order_for_one_caller_frees_no_other(
     made: dict[str, Any], orders: dict[str, str], shown: dict[str, str], reasons: list[str]
@@ -141,11 +196,15 @@ def test_order_for_one_caller_frees_no_other(
     """The strictest verdict holds, so an allowed key id is no pass for another caller."""
     service = make_service(made)
     for secret, kind in orders.items():
-        apply_orders(service, order(kind, Target(caller=service.key.hide(secret)), grant=Grant(steps=9)))
+        apply_orders(
+            service, order(kind, Target(caller=service.key.hide(secret)), grant=Grant(steps=9))
+        )
 
     steps = range(4) if GRANT in orders.values() else [1] * 4
 
-    assert [refused(send(service, CHAT, turns(step), x_session_id="s", **shown)) for step in steps] == reasons
+    assert [
+        refused(send(service, CHAT, turns(step), x_session_id="s", **shown)) for step in steps
+    ] == reasons
 
 
 def test_shared_budget_is_charged_once_for_several_callers() -> None:
@@ -164,11 +223,18 @@ def test_shared_budget_is_charged_once_for_several_callers() -> None:
 
 def test_each_caller_settles_its_own_reservation() -> None:
     tokens = rule(
-        "cost_based", keys=["credential"], budget=100_000, period="1h", cost_key="usage:tokens", staged_actions=REJECT
+        "cost_based",
+        keys=["credential"],
+        budget=100_000,
+        period="1h",
+        cost_key="usage:tokens",
+        staged_actions=REJECT,
     )
     service = make_service(limited(tokens))
 
-    told = json.loads(metadata_of(send(service, x_api_key="sk-a", authorization="Bearer sk-b"))["sessions"])
+    told = json.loads(
+        metadata_of(send(service, x_api_key="sk-a", authorization="Bearer sk-b"))["sessions"]
+    )
 
     (first,), (second,) = [each["budgets"] for each in told]
     assert (first[:2], first[3:]) == (second[:2], second[3:])
@@ -184,20 +250,32 @@ def test_request_of_several_callers_is_reported_once() -> None:
     labels = {"policy": "p", "mode": "enforce"}
     assert sample(service, "requests_total", **labels, action="allow") == 2
     assert sample(service, "requests_total", **labels, action="reject") == 1
-    assert sample(service, "detections_total", **labels, detector="default", action="reject", strength="") == 1
+    assert (
+        sample(
+            service, "detections_total", **labels, detector="default", action="reject", strength=""
+        )
+        == 1
+    )
     (loop,) = service.reporter.loops.make_document(shows_callers=True).loops
     assert loop.caller == [("credential", service.key.hide("sk-real"))]
     assert metadata_of(answers[-1])["count"] == 3
 
 
 def test_canary_counts_all_credentials_as_its_policy_does() -> None:
-    live, canary = policy("live", ANY, limit_keys=["credential"]), policy("try", ANY, mode="shadow", limit_keys=["credential"])
+    live, canary = (
+        policy("live", ANY, limit_keys=["credential"]),
+        policy("try", ANY, mode="shadow", limit_keys=["credential"]),
+    )
     shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
     alone, beside = make_service(canary), make_service(live, canary)
 
     answers = [(send(alone, **shown), send(beside, **shown)) for _ in range(3)]
 
-    assert [(refused(first), refused(second)) for first, second in answers] == [("", ""), ("", ""), ("", "loop_detected")]
+    assert [(refused(first), refused(second)) for first, second in answers] == [
+        ("", ""),
+        ("", ""),
+        ("", "loop_detected"),
+    ]
     assert [metadata_of(answer)["shadow_action"] for answer in answers[-1]] == ["reject", "reject"]
 
 
@@ -207,19 +285,25 @@ def test_ramp_acts_if_it_covers_any_caller() -> None:
     def acts(path: str = MESSAGES, **shown: Any) -> bool:  # noqa: ANN401  # headers
         before = sample(service, "requests_total", policy="p", mode="enforce", action="allow")
         send(service, path, **shown)
-        return sample(service, "requests_total", policy="p", mode="enforce", action="allow") > before
+        return (
+            sample(service, "requests_total", policy="p", mode="enforce", action="allow") > before
+        )
 
     secrets = [f"k{number}" for number in range(40)]
     inside = next(secret for secret in secrets if acts(authorization=secret))
     outside = [secret for secret in secrets if not acts(x_api_key=secret)]
 
     assert len(outside) > 9
-    assert all(acts(f"/{secret}", authorization=f"{inside}", x_api_key=secret) for secret in outside)
+    assert all(
+        acts(f"/{secret}", authorization=f"{inside}", x_api_key=secret) for secret in outside
+    )
 
 
 @pytest.mark.parametrize("header", ["cookie", "authorization"])
 def test_cookie_is_compared_whole(header: str) -> None:
-    service = make_service(policy("p", ANY, limit_keys=[f"header:{header}"], threshold_identical_requests=2))
+    service = make_service(
+        policy("p", ANY, limit_keys=[f"header:{header}"], threshold_identical_requests=2)
+    )
 
     shown: list[dict[str, Any]] = [{header: "session=ann; dark"}, {header: "session=bob; dark"}]
 
@@ -232,13 +316,38 @@ def test_cookie_is_compared_whole(header: str) -> None:
     ("keys", "claims", "shown", "expected"),
     [
         ([CALLER], {"sub": "ann"}, {"x_api_key": "k", "authorization": "t"}, ["jwt:sub:ann"]),
-        ([{**CALLER, "first_of": ["credential", "jwt:sub"]}], {"sub": "ann"}, {"x_api_key": "k"}, ["jwt:sub:ann"]),
-        ([{**CALLER, "first_of": ["header:x-a", "credential", "jwt:sub"]}], {"sub": "ann"}, {"x_a": "1"}, ["header:x-a:1"]),
+        (
+            [{**CALLER, "first_of": ["credential", "jwt:sub"]}],
+            {"sub": "ann"},
+            {"x_api_key": "k"},
+            ["jwt:sub:ann"],
+        ),
+        (
+            [{**CALLER, "first_of": ["header:x-a", "credential", "jwt:sub"]}],
+            {"sub": "ann"},
+            {"x_a": "1"},
+            ["header:x-a:1"],
+        ),
         ([CALLER], {}, {"x_api_key": "k", "x_user_id": "ann"}, [f"credential:{KEY.hide('k')}"]),
         ([CALLER], {}, {"x_user_id": "ann"}, ["header:x-user-id:ann"]),
-        ([TEAM], {}, {"x_team": "a", "x_api_key": "k", "authorization": "t"}, ["header:x-team:a"]),  # no secret, but the end
-        ([CALLER], {}, {"x_api_key": "k", "authorization": "Bearer k"}, [f"credential:{KEY.hide('k')}"]),
-        ([CALLER], {}, {"x_api_key": "k", "authorization": "t"}, [f"credential:{KEY.hide(each)}" for each in "kt"]),
+        (
+            [TEAM],
+            {},
+            {"x_team": "a", "x_api_key": "k", "authorization": "t"},
+            ["header:x-team:a"],
+        ),  # no secret, but the end
+        (
+            [CALLER],
+            {},
+            {"x_api_key": "k", "authorization": "Bearer k"},
+            [f"credential:{KEY.hide('k')}"],
+        ),
+        (
+            [CALLER],
+            {},
+            {"x_api_key": "k", "authorization": "t"},
+            [f"credential:{KEY.hide(each)}" for each in "kt"],
+        ),
         (
             [{**CALLER, "first_of": ["header:x-api-key", "credential"]}],
             {},
@@ -247,7 +356,12 @@ def test_cookie_is_compared_whole(header: str) -> None:
         ),
     ],
 )
-def test_verified_claim_is_the_only_caller(keys: Any, claims: Any, shown: dict[str, str], expected: list[str]) -> None:  # noqa: ANN401  # a table's
+def test_verified_claim_is_the_only_caller(
+    keys: Any,  # noqa: ANN401  # a table's
+    claims: Any,  # noqa: ANN401  # a table's
+    shown: dict[str, str],
+    expected: list[str],
+) -> None:
     assert [each["caller"] for each in judge(keys=keys, claims=claims, **shown)] == expected
 
 
@@ -261,7 +375,12 @@ def test_number_of_callers_is_bounded() -> None:
 
 
 def test_body_is_read_once_for_all_callers() -> None:
-    looping: dict[str, Any] = {"similarity": "turns", "window_seconds": None, "limit_keys": ["credential"], "session": {}}
+    looping: dict[str, Any] = {
+        "similarity": "turns",
+        "window_seconds": None,
+        "limit_keys": ["credential"],
+        "session": {},
+    }
     request = HttpRequest("POST", CHAT, "host", {"api-key": b"k", "authorization": b"t"})
     limits = policy("p", ANY, session_limits={"max_tool_calls": 99}, **looping)
     evaluation = make_engine(limits).prepare(request, key=KEY)
@@ -272,13 +391,16 @@ def test_body_is_read_once_for_all_callers() -> None:
 
     loop, session, other_loop, other_session = evaluation.enforcing.active
     assert other_loop.memory is loop.memory
-    assert other_session.calls is session.calls  # type: ignore[attr-defined]  # of a SessionCandidate
+    # Of a SessionCandidate
+    assert other_session.calls is session.calls  # type: ignore[attr-defined]
     assert loop.tenant != other_loop.tenant
 
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: bool) -> None:  # a parameter
+def test_replay_finds_all_callers(
+    path: str, shown: dict[str, Any], plain: bool
+) -> None:  # a parameter
     named = {name.replace("_", "-"): value.encode() for name, value in shown.items()}
     engine = make_engine(policy("p", ANY, limit_keys=["credential"]))
     request = HttpRequest("POST", path, "host", named)
@@ -287,7 +409,9 @@ def test_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: bool)
     made = record_head(request, request.facts, live.plans, plain=plain)
     record_body(made, NO_BODY, "", 1.0)
 
-    replayed = Judge(engine, 100, HashKey()).judge(parse_line(json.dumps({"loop_record": made}).encode()))
+    replayed = Judge(engine, 100, HashKey()).judge(
+        parse_line(json.dumps({"loop_record": made}).encode())
+    )
 
     assert replayed is not None
     values = [each.values for each in live.enforcing.active]

@@ -34,7 +34,12 @@ def read(**entry: Any) -> Entry:  # noqa: ANN401  # see `add_entry`
 DETAILS = {"cached_tokens": 800}
 CHAT = {"prompt_tokens": 1_000, "completion_tokens": 50, "prompt_tokens_details": DETAILS}
 RESPONSE = {"input_tokens": 1_000, "output_tokens": 50, "input_tokens_details": DETAILS}
-STARTED = {"input_tokens": 10, "cache_read_input_tokens": 800, "cache_creation_input_tokens": 90, "output_tokens": 1}
+STARTED = {
+    "input_tokens": 10,
+    "cache_read_input_tokens": 800,
+    "cache_creation_input_tokens": 90,
+    "output_tokens": 1,
+}
 GEMINI = {
     "promptTokenCount": 1_000,
     "candidatesTokenCount": 50,
@@ -42,12 +47,18 @@ GEMINI = {
     "thoughtsTokenCount": 70,
     "toolUsePromptTokenCount": 9,
 }
-CONVERSE = {"inputTokens": 10, "outputTokens": 50, "cacheReadInputTokens": 800, "cacheWriteInputTokens": 90}
+CONVERSE = {
+    "inputTokens": 10,
+    "outputTokens": 50,
+    "cacheReadInputTokens": 800,
+    "cacheWriteInputTokens": 90,
+}
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 
 
-def _tell(told: dict[str, Any], usage: Usage, **entry: Any) -> Case:  # noqa: ANN401  # see `add_entry`
+# See `add_entry`
+def _tell(told: dict[str, Any], usage: Usage, **entry: Any) -> Case:  # noqa: ANN401
     return {"told": told, **entry}, {"usage": usage, "estimated": False}
 
 
@@ -58,7 +69,8 @@ def _tell_objects(expected: Usage, *, estimated: bool = False, **objects: Any) -
     return entry, {"model": "m", "usage": expected, "estimated": estimated}
 
 
-def _tell_gateway(usage: Usage, *, estimated: bool = False, **counts: Any) -> Case:  # noqa: ANN401  # anything
+# Anything
+def _tell_gateway(usage: Usage, *, estimated: bool = False, **counts: Any) -> Case:  # noqa: ANN401
     # Its input includes all cached tokens, and it reports zeros for an answer without counts.
     named = {f"llm_{name}_token": count for name, count in counts.items()}
     gateway = {**named, "model_name_override": "gpt-x"}
@@ -76,13 +88,26 @@ def _take(expected: int, *took: float) -> Case:
 CASES: dict[str, Case] = {
     "what became of it": (
         {"told": {"model": "gpt-4o-2024-08-06", "input": 900, "output": 40}},
-        {"calls": (SESSION,), "status": 200, "model": "gpt-4o-2024-08-06", "failed": False, "refused": False},
+        {
+            "calls": (SESSION,),
+            "status": 200,
+            "model": "gpt-4o-2024-08-06",
+            "failed": False,
+            "refused": False,
+        },
     ),
     # Some APIs count cached tokens as part of the prompt and others beside it; thoughts are output.
     "openai": _tell({"input": 1_000, "output": 50, "cached": 800}, Usage(200, 50, 800, 0)),
-    "anthropic": _tell({"input": 10, "output": 50, "cache_read": 800, "cache_write": 90}, Usage(10, 50, 800, 90)),
-    "gemini": _tell({"input": 1_000, "output": 50, "cached": 300, "thoughts": 70, "tool_input": 9}, Usage(709, 120, 300, 0)),
-    "more cached than there was": _tell({"input": 5, "output": 1, "cached": 800}, Usage(0, 1, 800, 0)),
+    "anthropic": _tell(
+        {"input": 10, "output": 50, "cache_read": 800, "cache_write": 90}, Usage(10, 50, 800, 90)
+    ),
+    "gemini": _tell(
+        {"input": 1_000, "output": 50, "cached": 300, "thoughts": 70, "tool_input": 9},
+        Usage(709, 120, 300, 0),
+    ),
+    "more cached than there was": _tell(
+        {"input": 5, "output": 1, "cached": 800}, Usage(0, 1, 800, 0)
+    ),
     "an answer before a gateway": _tell(  # they are not mixed
         {"input": 10, "output": 50, "cache_read": 800},
         Usage(10, 50, 800, 0),
@@ -93,7 +118,12 @@ CASES: dict[str, Case] = {
         Usage(110, 50, 800, 90), input=1_000, output=50, cached_input=800, cache_creation_input=90
     ),
     "gateway, nothing found": _tell_gateway(
-        Usage(1_000, 200, 0, 0), estimated=True, input=0, output=0, cached_input=0, cache_creation_input=0
+        Usage(1_000, 200, 0, 0),
+        estimated=True,
+        input=0,
+        output=0,
+        cached_input=0,
+        cache_creation_input=0,
     ),
     "gateway, no output": _tell_gateway(Usage(20, 200, 0, 0), estimated=True, input=20),
     "gateway, no numbers": _tell_gateway(
@@ -102,20 +132,28 @@ CASES: dict[str, Case] = {
     "gateway, more cached than there was": _tell_gateway(
         Usage(1_000, 1, 0, 800), estimated=True, input=5, output=1, cache_creation_input=800
     ),
-    # Envoy hands objects over as text; what a later one does not say stays as an earlier one said it.
+    # Envoy hands objects over as text; what a later one does not say stays as an earlier one said
+    # it.
     "chat, streamed": _tell_objects(Usage(200, 50, 800, 0), usage=CHAT),
     "responses, streamed": _tell_objects(Usage(200, 50, 800, 0), response__usage=RESPONSE),
-    "messages, streamed": _tell_objects(Usage(10, 50, 800, 90), message__usage=STARTED, usage={"output_tokens": 50}),
+    "messages, streamed": _tell_objects(
+        Usage(10, 50, 800, 90), message__usage=STARTED, usage={"output_tokens": 50}
+    ),
     "counted at the end": _tell_objects(
-        Usage(12, 50, 800, 90), message__usage=STARTED, usage={**STARTED, "input_tokens": 12, "output_tokens": 50}
+        Usage(12, 50, 800, 90),
+        message__usage=STARTED,
+        usage={**STARTED, "input_tokens": 12, "output_tokens": 50},
     ),
     "null at the end": _tell_objects(
-        Usage(10, 50, 800, 90), message__usage=STARTED, usage={"input_tokens": None, "output_tokens": 50}
+        Usage(10, 50, 800, 90),
+        message__usage=STARTED,
+        usage={"input_tokens": None, "output_tokens": 50},
     ),
     "gemini, streamed": _tell_objects(Usage(709, 120, 300, 0), usageMetadata=GEMINI),
     "converse, streamed": _tell_objects(Usage(10, 50, 800, 90), usage=CONVERSE),
     "only begun": _tell_objects(Usage(10, 10, 800, 90), estimated=True, message__usage=STARTED),
-    # Estimates come from sizes: a stream has an event for each few letters, and compressed answers hold more text.
+    # Estimates come from sizes: a stream has an event for each few letters, and compressed answers
+    # hold more text.
     "JSON": _guess(200, *JSON.items()),
     "stream": _guess(6, *STREAM.items()),
     "AWS's stream": _guess(6, ("content-type", "application/vnd.amazon.eventstream")),
@@ -130,13 +168,24 @@ CASES: dict[str, Case] = {
         {"usage": Usage(20, 10, 5_000, 0), "estimated": True},
     ),
     # The numbers in an answer were written by a model, or by a server that poses as one.
-    "odd numbers": ({"told": {"input": -5, "output": float("nan"), "cached": float("inf"), "model": 7}}, UNTOLD),
-    "other types": ({"told": {"input": "900", "output": True, "cache_read": None, "model": ["x"]}}, UNTOLD),
+    "odd numbers": (
+        {"told": {"input": -5, "output": float("nan"), "cached": float("inf"), "model": 7}},
+        UNTOLD,
+    ),
+    "other types": (
+        {"told": {"input": "900", "output": True, "cache_read": None, "model": ["x"]}},
+        UNTOLD,
+    ),
     "huge numbers": ({"told": {"input": 1e300, "output": {"a": 1}, "cache_write": -1e9}}, UNTOLD),
     **{
         f"status {status}": (
             {"status": status},
-            {"usage": Usage(0, 0, 0, 0), "estimated": False, "failed": status >= 500, "unsent": status < 500},
+            {
+                "usage": Usage(0, 0, 0, 0),
+                "estimated": False,
+                "failed": status >= 500,
+                "unsent": status < 500,
+            },
         )
         for status in (400, 404, 429, 500, 503, 529)
     },
@@ -181,11 +230,42 @@ def test_entry_has_usage_time_and_outcome(case: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *["", "null", "true", "7", '"none"', "[]", "{}", "none", "{", '{"prompt_tokens": 1, "completion_tokens": 1} {}'],
-        *["[" * 8_000, '{"a":' * 1_000, '{"usage": "\\ud800"}', '{"prompt_tokens_details": [1], "input_tokens_details": 7}'],
         *[
-            f'{{"prompt_tokens": {value}, "completion_tokens": {value}}}'.ljust(9_000 if value == "7" else 0)
-            for value in ["null", "-1", "1e300", "1" * 400, "[7]", "{}", '"many"', '"nan"', '"inf"', '""', '"-7"', "7"]
+            "",
+            "null",
+            "true",
+            "7",
+            '"none"',
+            "[]",
+            "{}",
+            "none",
+            "{",
+            '{"prompt_tokens": 1, "completion_tokens": 1} {}',
+        ],
+        *[
+            "[" * 8_000,
+            '{"a":' * 1_000,
+            '{"usage": "\\ud800"}',
+            '{"prompt_tokens_details": [1], "input_tokens_details": 7}',
+        ],
+        *[
+            f'{{"prompt_tokens": {value}, "completion_tokens": {value}}}'.ljust(
+                9_000 if value == "7" else 0
+            )
+            for value in [
+                "null",
+                "-1",
+                "1e300",
+                "1" * 400,
+                "[7]",
+                "{}",
+                '"many"',
+                '"nan"',
+                '"inf"',
+                '""',
+                '"-7"',
+                "7",
+            ]
         ],
     ],
 )
@@ -206,7 +286,9 @@ def test_unfinished_and_sessionless_requests_are_left_out() -> None:
 
 
 # A field of each type, with the number 99.
-UNKNOWN = b"\x98\x06\x01" + b"\x99\x06" + bytes(8) + b"\x9a\x06\x02\xff\xff" + b"\x9d\x06" + bytes(4)
+UNKNOWN = (
+    b"\x98\x06\x01" + b"\x99\x06" + bytes(8) + b"\x9a\x06\x02\xff\xff" + b"\x9d\x06" + bytes(4)
+)
 
 
 def test_unknown_fields_and_any_order_are_accepted() -> None:
@@ -217,20 +299,40 @@ def test_unknown_fields_and_any_order_are_accepted() -> None:
     metadata = common.metadata.filter_metadata
     metadata["envoy.filters.http.jwt_authn"].update({"claims": {"sub": "s"}})
     wrapped = entry.response.response_code
-    named = [metadata["loopguard"], metadata["loopguard.usage"].fields["input"], common.response_flags, common.metadata]
+    named = [
+        metadata["loopguard"],
+        metadata["loopguard.usage"].fields["input"],
+        common.response_flags,
+        common.metadata,
+    ]
     for each in (*named, wrapped, common, entry.request, entry.response):
         each.MergeFromString(UNKNOWN)
-    parts = field(1, common.SerializeToString()), field(3, entry.request.SerializeToString()), UNKNOWN
+    parts = (
+        field(1, common.SerializeToString()),
+        field(3, entry.request.SerializeToString()),
+        UNKNOWN,
+    )
 
     for order in itertools.permutations([*parts, field(4, entry.response.SerializeToString())]):
         ((found,), _) = read_message(field(2, UNKNOWN + field(1, b"".join(order))) + UNKNOWN)
-        assert (found.calls, found.status, found.failed, found.model) == ((SESSION,), 200, True, "m")
-        assert (found.request_bytes, found.response_bytes, found.usage) == (4_000, 800, Usage(900, 40))
+        assert (found.calls, found.status, found.failed, found.model) == (
+            (SESSION,),
+            200,
+            True,
+            "m",
+        )
+        assert (found.request_bytes, found.response_bytes, found.usage) == (
+            4_000,
+            800,
+            Usage(900, 40),
+        )
 
 
 def test_flags_of_envoy_itself_are_no_failure() -> None:
     message = StreamAccessLogsMessage.FromString(log({}))
-    message.http_logs.log_entry[0].common_properties.response_flags.MergeFromString(b"\x60\x01")  # rate_limited
+    message.http_logs.log_entry[0].common_properties.response_flags.MergeFromString(
+        b"\x60\x01"
+    )  # rate_limited
 
     assert not read_message(message.SerializeToString())[0][0].failed
 
@@ -265,14 +367,20 @@ def test_cut_off_message_is_refused() -> None:
 
 
 def test_invalid_utf_8_costs_no_entry() -> None:
-    message = log({"told": {"model": "m-0", "input": 900, "output": 40}}, {"status": 201}).replace(b"m-0", b"m\xff0")
+    message = log({"told": {"model": "m-0", "input": 900, "output": 40}}, {"status": 201}).replace(
+        b"m-0", b"m\xff0"
+    )
 
     first, second = read_message(message)[0]
 
     assert (first.model, first.usage, second.status) == ("m\ufffd0", Usage(900, 40), 201)
 
 
-@given(st.binary(max_size=200), st.sampled_from(["usage", "message.usage", "response.usage", "usageMetadata"]), st.text())
+@given(
+    st.binary(max_size=200),
+    st.sampled_from(["usage", "message.usage", "response.usage", "usageMetadata"]),
+    st.text(),
+)
 def test_any_bytes_are_entries_or_a_protocol_error(data: bytes, place: str, text: str) -> None:
     for message in (data, log({}) + data):
         with suppress(ProtocolError):
@@ -291,7 +399,10 @@ def test_failing_entry_costs_no_other_entry() -> None:
     AccessLog(take, service.metrics).receive(log({}, {"status": 201}, {"status": 202}))
 
     assert taken == [200, 201, 202]
-    assert [sample(service, "access_log_entries_total", result=each) for each in ("taken", "error", "dropped")] == [2, 1, 0]
+    assert [
+        sample(service, "access_log_entries_total", result=each)
+        for each in ("taken", "error", "dropped")
+    ] == [2, 1, 0]
 
 
 def test_entries_of_one_message_are_bounded() -> None:
@@ -314,5 +425,9 @@ def test_counts_of_requests_refused_elsewhere_are_undone(status: int) -> None:
 
     found = [read(status=status, sessions=[SESSION, counted], **case) for case in cases]
 
-    assert [(entry.unsent, len(entry.counted)) for entry in found] == [(True, 1), (False, 0), (False, 0)]
+    assert [(entry.unsent, len(entry.counted)) for entry in found] == [
+        (True, 1),
+        (False, 0),
+        (False, 0),
+    ]
     assert not found[0].failed

@@ -20,7 +20,9 @@ from extproc.ext_proc.budget import (
 MOST_AT_ONCE = BURST_SECONDS + RESERVE_SECONDS
 
 
-def use_up(budget: InspectionBudget, tenant: str, now: float, each: float = 0.05, *, shadow: bool = False) -> int:
+def use_up(
+    budget: InspectionBudget, tenant: str, now: float, each: float = 0.05, *, shadow: bool = False
+) -> int:
     """How many bodies of a tenant are looked into at one moment, each of which takes `each` seconds."""
     looked = 0
     while budget.allows(tenant, now, shadow=shadow):
@@ -58,7 +60,9 @@ def test_tenant_uses_up_only_its_own_time() -> None:
     assert use_up(budget, "greedy", 0.0) == pytest.approx(BURST_SECONDS / 0.05, abs=1)
     assert all(budget.allows(f"tenant {number}", 0.0) for number in range(100))
     later = use_up(budget, "greedy", 0.5)
-    assert later == pytest.approx(0.5 * SHARE / 0.05, abs=3)  # its own part, which it may exceed by one body
+    assert later == pytest.approx(
+        0.5 * SHARE / 0.05, abs=3
+    )  # its own part, which it may exceed by one body
 
 
 @pytest.mark.slow
@@ -74,7 +78,9 @@ def test_only_caller_gets_all_of_the_time() -> None:
 def test_time_is_shared_fairly_and_used_up(seed: int) -> None:
     chance = random.Random(seed)
     shy = {f"shy {number}": chance.uniform(0.001, 0.5) for number in range(chance.randrange(1, 10))}
-    greedy = {f"greedy {number}": chance.uniform(1.0, 5.0) for number in range(chance.randrange(1, 6))}
+    greedy = {
+        f"greedy {number}": chance.uniform(1.0, 5.0) for number in range(chance.randrange(1, 6))
+    }
     fair = SHARE / (len(shy) + len(greedy) + 1)
     shy = {name: 0.7 * fair * wanted * 2 for name, wanted in shy.items()}
     budget = InspectionBudget(0.0)
@@ -83,7 +89,9 @@ def test_time_is_shared_fairly_and_used_up(seed: int) -> None:
     got = run(budget, shy | greedy, 30.0, start=10.0, seed=seed)
 
     assert sum(got.values()) == pytest.approx(SHARE, rel=0.05)
-    assert all(got[name] == pytest.approx(wanted, rel=0.1, abs=0.002) for name, wanted in shy.items())
+    assert all(
+        got[name] == pytest.approx(wanted, rel=0.1, abs=0.002) for name, wanted in shy.items()
+    )
     assert all(got[name] >= 0.9 * fair for name in greedy)
 
 

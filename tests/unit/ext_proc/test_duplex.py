@@ -20,12 +20,26 @@ from extproc.ext_proc.judging import Reply
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.upload import UploadMemory
-from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
+from extproc.pb.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from tests.support.documents import policy
 from tests.support.looping import chat
 from tests.support.messages import MODES as BODY_MODES
 from tests.support.messages import body, headers
-from tests.support.service import FailingStore, decoded, make_service, metadata_of, receive, repeat, sample
+from tests.support.service import (
+    FailingStore,
+    decoded,
+    make_service,
+    metadata_of,
+    receive,
+    repeat,
+    sample,
+)
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -74,7 +88,10 @@ class Gateway:
         if kind == "request_body":
             self.sent.append(message.request_body.body)
         before = len(self.answers)
-        self.take(receive(self.stream, message), ended=kind == "request_trailers" or message.request_body.end_of_stream)
+        self.take(
+            receive(self.stream, message),
+            ended=kind == "request_trailers" or message.request_body.end_of_stream,
+        )
         if self.mode != DUPLEX:
             assert len(self.answers) == before + 1  # one answer for each message, at once
             assert self.answers[-1].WhichOneof("response") in (kind, "immediate_response")
@@ -87,8 +104,13 @@ class Gateway:
         self._over = reply.done
         self._hold_ms += reply.hold_ms
         if self.mode == DUPLEX:
-            assert not reply.first, "no more time is asked for: Envoy has no timeout then, and other gateways do not know that"
-            assert reply.done or not ended, "nothing is left to hand back, and the response is not sent to us"
+            assert not reply.first, (
+                "no more time is asked for: Envoy has no timeout then, and other gateways do not "
+                "know that"
+            )
+            assert reply.done or not ended, (
+                "nothing is left to hand back, and the response is not sent to us"
+            )
 
     def take_handed_on(self) -> None:
         """Read what a transport sends without a message of ours."""
@@ -99,7 +121,9 @@ class Gateway:
         kind = answer.WhichOneof("response") or ""
         assert not self.answers or self.answers[-1].WhichOneof("response") != "immediate_response"
         if self.mode == DUPLEX and kind != "immediate_response":
-            assert (kind == "request_headers") == (not self.answers), "the headers are answered first, and once"
+            assert (kind == "request_headers") == (not self.answers), (
+                "the headers are answered first, and once"
+            )
             assert not self._trailers, "nothing follows the trailers"
             assert not self.ended, "nothing follows the end"
         self._trailers += kind == "request_trailers"
@@ -107,7 +131,9 @@ class Gateway:
         if kind == "request_body" and self.mode == DUPLEX:
             mutation = answer.request_body.response.body_mutation
             assert mutation.WhichOneof("mutation") == "streamed_response"
-            assert answer.ByteSize() <= max(2**16, *[len(chunk) + 1_000 for chunk in (b"", *self.sent)])
+            assert answer.ByteSize() <= max(
+                2**16, *[len(chunk) + 1_000 for chunk in (b"", *self.sent)]
+            )
             self.got += mutation.streamed_response.body
             self.ended = mutation.streamed_response.end_of_stream
         elif kind == "request_body":
@@ -179,11 +205,15 @@ LAST = ["end", "empty", "trailers"]
 
 
 @given(shape=CHUNKS, last=st.sampled_from(LAST), mode=st.sampled_from(MODES), later=st.booleans())
-def test_bodies_pass_whole_however_they_are_cut(shape: tuple[int, list[int]], last: str, mode: str, later: bool) -> None:
+def test_bodies_pass_whole_however_they_are_cut(
+    shape: tuple[int, list[int]], last: str, mode: str, later: bool
+) -> None:
     size, cuts = shape
     data = bytes(range(251)) * (size // 251 + 1)
     chunks = cut(data[:size], cuts)
-    service = make_service(policy("p", ANY), store=FailingStore("nothing fails", later=True) if later else None)
+    service = make_service(
+        policy("p", ANY), store=FailingStore("nothing fails", later=True) if later else None
+    )
 
     passed = [pass_through(service, mode, chunks, last=last) for _ in range(3)]
 
@@ -192,14 +222,20 @@ def test_bodies_pass_whole_however_they_are_cut(shape: tuple[int, list[int]], la
     assert all(each.ended for each in passed[:2]) or mode != DUPLEX
 
 
-@given(cuts=st.lists(st.integers(0, 200_000), max_size=8), last=st.sampled_from(LAST), told=st.booleans())
+@given(
+    cuts=st.lists(st.integers(0, 200_000), max_size=8),
+    last=st.sampled_from(LAST),
+    told=st.booleans(),
+)
 def test_edited_duplex_body_equals_the_buffered_one(cuts: list[int], last: str, told: bool) -> None:
     """Its length is told where the client told one."""
     data = chat(3, padding=150_000)
     answers = []
     for mode in ("BUFFERED", DUPLEX):
         service = make_service(policy("p", ANY, **STEERING))
-        answers.append(pass_through(service, mode, cut(data, cuts), last=last, path=CHAT, length=told))
+        answers.append(
+            pass_through(service, mode, cut(data, cuts), last=last, path=CHAT, length=told)
+        )
     buffered, held = answers
 
     assert held.status == buffered.status == 200
@@ -216,7 +252,8 @@ def test_edited_duplex_body_equals_the_buffered_one(cuts: list[int], last: str, 
 @pytest.mark.parametrize("last", ["end", "trailers"])
 def test_warned_and_delayed_bodies_pass_whole(mode: str, last: str) -> None:
     warning, delaying = [
-        make_service(policy("p", ANY, action=action, threshold_identical_requests=2)) for action in ("warn", "throttle")
+        make_service(policy("p", ANY, action=action, threshold_identical_requests=2))
+        for action in ("warn", "throttle")
     ]
     chunks = [b"a" * 70_000, b"", b"b"]
 
@@ -235,14 +272,26 @@ def test_warned_and_delayed_bodies_pass_whole(mode: str, last: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: make_service(policy("s", ANY, mode="shadow"), policy("p", ANY, **_RARE)), id="watched"),
+        pytest.param(
+            lambda: make_service(policy("s", ANY, mode="shadow"), policy("p", ANY, **_RARE)),
+            id="watched",
+        ),
         pytest.param(lambda: make_service(policy("p", {"pathExact": "/other"})), id="unmatched"),
-        pytest.param(lambda: make_service(policy("p", ANY, action="warn", body="ignore")), id="warned"),
-        pytest.param(lambda: make_service(policy("p", ANY, **_RARE), store=FailingStore()), id="no store"),
-        pytest.param(lambda: make_service(policy("p", ANY, **_RARE), store=FailingStore(later=True)), id="no store, later"),
+        pytest.param(
+            lambda: make_service(policy("p", ANY, action="warn", body="ignore")), id="warned"
+        ),
+        pytest.param(
+            lambda: make_service(policy("p", ANY, **_RARE), store=FailingStore()), id="no store"
+        ),
+        pytest.param(
+            lambda: make_service(policy("p", ANY, **_RARE), store=FailingStore(later=True)),
+            id="no store, later",
+        ),
     ],
 )
-def test_bodies_no_policy_waits_for_pass_as_they_come(make: Callable[[], Service], last: str) -> None:
+def test_bodies_no_policy_waits_for_pass_as_they_come(
+    make: Callable[[], Service], last: str
+) -> None:
     service = make()
     for _ in range(3):
         gateway = Gateway(service, DUPLEX)
@@ -253,7 +302,11 @@ def test_bodies_no_policy_waits_for_pass_as_they_come(make: Callable[[], Service
         gateway.send(end(last, b"c"))
         passed = gateway.finish()
 
-    assert (passed.status, passed.body, passed.ended) == (200, b"a" + b"b" * 70_000 + b"c" * (last == "end"), True)
+    assert (passed.status, passed.body, passed.ended) == (
+        200,
+        b"a" + b"b" * 70_000 + b"c" * (last == "end"),
+        True,
+    )
     assert service.kept.bytes == service.streams == service.given_up == 0
 
 
@@ -295,7 +348,8 @@ def test_duplex_response_is_handed_back(mode: str) -> None:
     """While the stream carries a body, its transport must not end it with OK."""
     service = make_service(policy("p", ANY))
     first = headers(mode=mode)
-    first.protocol_config.response_body_mode = BODY_MODES[DUPLEX]  # type: ignore[assignment]  # proto3 enums are open
+    # Proto3 enums are open
+    first.protocol_config.response_body_mode = BODY_MODES[DUPLEX]  # type: ignore[assignment]
     messages = [
         first,
         *([] if mode == "NONE" else [body(b"q")]),
@@ -311,7 +365,10 @@ def test_duplex_response_is_handed_back(mode: str) -> None:
         carries.append(stream.carries)
     stream.close()
 
-    parts = [decoded(reply).response_body.response.body_mutation.streamed_response for reply in replies[-2:]]
+    parts = [
+        decoded(reply).response_body.response.body_mutation.streamed_response
+        for reply in replies[-2:]
+    ]
     assert [reply.done for reply in replies] == [False] * (len(replies) - 1) + [True]
     assert [(part.body, part.end_of_stream) for part in parts] == [(b"a", False), (b"b", True)]
     assert carries == [False, mode == DUPLEX, *[False] * (mode != "NONE"), True, True, False]
@@ -332,7 +389,9 @@ def test_body_above_the_bound_passes_whole_and_counted(last: str) -> None:
     passed = [pass_through(service, DUPLEX, data, last=last) for _ in range(4)]
     small = [pass_through(service, DUPLEX, [b"x"]).status for _ in range(3)]
 
-    assert [(each.status, each.body, each.ended) for each in passed] == [(200, b"".join(data), True)] * 4
+    assert [(each.status, each.body, each.ended) for each in passed] == [
+        (200, b"".join(data), True)
+    ] * 4
     assert small == [200, 200, 429]
     assert sample(service, "requests_total", policy="p", mode="enforce", action="warn") == 2
     assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 4
@@ -342,7 +401,9 @@ def test_body_above_the_bound_passes_whole_and_counted(last: str) -> None:
 
 def test_ends_of_a_body_above_the_bound_are_inspected() -> None:
     service = make_service(policy("p", ANY, similarity="turns", max_inspect_bytes=50_000))
-    data = chat(8, padding=0).replace(b'"role": "user"', b'"role": "user", "more": "%b"' % (b"x" * 20_000))
+    data = chat(8, padding=0).replace(
+        b'"role": "user"', b'"role": "user", "more": "%b"' % (b"x" * 20_000)
+    )
     filler = json.dumps({"role": "user", "content": "y" * HELD_BYTES}).encode()
     data = data.replace(b'"messages": [', b'"messages": [' + filler + b", ")
 
@@ -400,11 +461,16 @@ def test_upload_that_alone_fills_memory_passes() -> None:
     [
         ("make_memory", [policy("p", ANY)]),
         ("counting", [policy("p", ANY)]),
-        ("metrics.decision_seconds", [policy("p", ANY, body="ignore", threshold_identical_requests=2)]),
+        (
+            "metrics.decision_seconds",
+            [policy("p", ANY, body="ignore", threshold_identical_requests=2)],
+        ),
     ],
     ids=["while it is held", "when it is decided", "once it is refused"],
 )
-def test_error_loses_no_byte_of_a_body(broken: str, policies: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_loses_no_byte_of_a_body(
+    broken: str, policies: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = make_service(*policies)
     pass_through(service, DUPLEX, [b"a"])
     *inner, name = broken.split(".")
@@ -428,13 +494,17 @@ def test_equal_bodies_count_as_equal_however_compressed(mode: str, encoding: str
         "br": lambda data, number: brotli.compress(data, quality=number),
         "zstd": lambda data, number: zstd.compress(data, 1 + number),
         "identity": lambda data, _: data,
-        "gzip, gzip": lambda data, number: gzip.compress(gzip.compress(data, 1 + number), mtime=number),
+        "gzip, gzip": lambda data, number: gzip.compress(
+            gzip.compress(data, 1 + number), mtime=number
+        ),
     }
     data = json.dumps([{"line": number % 7} for number in range(20_000)]).encode()
     service = make_service(policy("p", ANY, threshold_identical_requests=4))
 
     packed = [pack[encoding](data, number) for number in range(3)]
-    passed = [pass_through(service, mode, cut(each, [100, 5_000]), encoding=encoding) for each in packed]
+    passed = [
+        pass_through(service, mode, cut(each, [100, 5_000]), encoding=encoding) for each in packed
+    ]
     plain = pass_through(service, mode, cut(data, [100_000]))
     other = pass_through(service, mode, [pack[encoding](b"other", 0)], encoding=encoding)
 
@@ -450,6 +520,9 @@ def test_bodies_that_cannot_be_unpacked_count_as_sent(mode: str) -> None:
     bomb = [gzip.compress(bytes(20_000_000), level, mtime=0) for level in (1, 9)]
     service = make_service(policy("p", ANY, threshold_identical_requests=2))
 
-    found = [pass_through(service, mode, [each], encoding="gzip").status for each in (*bomb, b"no gzip", b"other", b"no gzip")]
+    found = [
+        pass_through(service, mode, [each], encoding="gzip").status
+        for each in (*bomb, b"no gzip", b"other", b"no gzip")
+    ]
 
     assert found == [200, 200, 200, 200, 429]

@@ -28,12 +28,16 @@ from tests.support.steering import changed
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
 _EXAMPLES = 3_000
-_TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("run", "look")]
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("run", "look")
+]
 
 
 def ask(service: Service, data: bytes, path: str = "/v1/x", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # as `headers`
     """The answer to one request of a session; `more` are headers."""
-    return decoded(exchange(service, headers(path, x_team="t", x_session_id="s", **more), body(data))[-1])
+    return decoded(
+        exchange(service, headers(path, x_team="t", x_session_id="s", **more), body(data))[-1]
+    )
 
 
 def repeat(service: Service, data: bytes, path: str = "/v1/x", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # as above
@@ -53,12 +57,17 @@ def narrowing(*, every: bool) -> dict[str, Any]:
     limits: dict[str, Any] = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
     return {
         "id": "narrow",
-        "spec": {"selector": ANY, "session_limits": limits if every else {"max_calls_per_tool": {"run": 1}}},
+        "spec": {
+            "selector": ANY,
+            "session_limits": limits if every else {"max_calls_per_tool": {"run": 1}},
+        },
     }
 
 
 def called(**more: object) -> bytes:
-    return json.dumps({**as_chat([Did((("run", {}),), ("seen",))]), "tools": _TOOLS, **more}).encode()
+    return json.dumps(
+        {**as_chat([Did((("run", {}),), ("seen",))]), "tools": _TOOLS, **more}
+    ).encode()
 
 
 def nested(depth: int, inner: str = '"a"', behind: str = "") -> bytes:
@@ -92,7 +101,9 @@ def test_note_is_put_behind_the_outermost_result(depth: int) -> None:
 
 def test_result_without_content_gets_the_note() -> None:
     blocks = [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "go on"}]
-    new = json.loads(put_note(json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode()))
+    new = json.loads(
+        put_note(json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode())
+    )
 
     result, text = new["messages"][0]["content"]
     assert result == blocks[0] | {"content": result["content"]}
@@ -103,7 +114,11 @@ def test_result_without_content_gets_the_note() -> None:
 def find(patch: Patch, *path: str | int) -> Value:
     value = patch.root
     for step in path:
-        value = patch.open_fields(value)[step] if isinstance(step, str) else patch.open_items(value)[step]
+        value = (
+            patch.open_fields(value)[step]
+            if isinstance(step, str)
+            else patch.open_items(value)[step]
+        )
     return value
 
 
@@ -150,11 +165,16 @@ def test_changes_keep_commas_space_and_order() -> None:
     patch.extend(find(patch, "c"), rb"\"\n")
     patch.change(patch.root, {"e": b"0"})
 
-    expected = rb' { "a" : [ 2 ] , "b" : {"n":null,"m":"%b" } , "c": "x\"\n" , "d" : [true ],"e":0 } ' % b"\xc3\xa9"
+    expected = (
+        rb' { "a" : [ 2 ] , "b" : {"n":null,"m":"%b" } , "c": "x\"\n" , "d" : [true ],"e":0 } '
+        % b"\xc3\xa9"
+    )
     assert b"".join(patch.apply()) == expected
 
 
-_TEXTS = st.lists(st.sampled_from(['{"', '"', "\\", "}", "]", ",", ":", "{", '":{"', "a"]), max_size=6).map("".join)
+_TEXTS = st.lists(
+    st.sampled_from(['{"', '"', "\\", "}", "]", ",", ":", "{", '":{"', "a"]), max_size=6
+).map("".join)
 _VALUES = st.recursive(
     _TEXTS | st.integers(-1, 1),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXTS, inner, max_size=3),
@@ -162,7 +182,10 @@ _VALUES = st.recursive(
 )
 
 
-@given(st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3) | _VALUES, max_size=4), st.sampled_from([None, 0, 1]))
+@given(
+    st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3) | _VALUES, max_size=4),
+    st.sampled_from([None, 0, 1]),
+)
 def test_list_items_begin_and_end_as_for_a_parser(values: list[Any], indent: int | None) -> None:
     separators = (",", ":") if indent == 0 else None
     patch = Patch(json.dumps({"a": values}, indent=indent or None, separators=separators).encode())
@@ -175,7 +198,10 @@ def test_list_items_begin_and_end_as_for_a_parser(values: list[Any], indent: int
 # ---- Bodies that are not edited
 
 
-_AWS = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/bedrock/aws4_request, SignedHeaders=host, Signature=0"
+_AWS = (
+    "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/bedrock/aws4_request, "
+    "SignedHeaders=host, Signature=0"
+)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +213,10 @@ _AWS = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/bedrock/aws4_request, S
         ({"authorization": 'Signature keyId="k"'}, True),
         ({"authorization": _AWS, "x_amz_content_sha256": "0" * 64}, True),
         ({"authorization": _AWS, "x_amz_content_sha256": "UNSIGNED-PAYLOAD"}, False),
-        ({"authorization": _AWS, "x_amz_content_sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER"}, False),
+        (
+            {"authorization": _AWS, "x_amz_content_sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER"},
+            False,
+        ),
         ({"signature_input": 'sig=("content-digest");keyid="k"', "signature": "sig=:AA==:"}, True),
         ({"authorization": "Bearer AWS4-HMAC-SHA256"}, False),
         ({"authorization": "Basic AAAA"}, False),
@@ -196,7 +225,10 @@ _AWS = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/bedrock/aws4_request, S
 )
 def test_signed_body_is_not_edited(signature: dict[str, str], signed: bool) -> None:
     """It passes with a warning, or is refused if it must lose its tools."""
-    strict, watched = make_service(steering(), narrowing(every=True)), make_service(narrowing(every=False))
+    strict, watched = (
+        make_service(steering(), narrowing(every=True)),
+        make_service(narrowing(every=False)),
+    )
 
     answers = [ask(strict, called(), **signature), ask(watched, called(), **signature)]
     told = repeat(make_service(steering()), called(), **signature)
@@ -221,15 +253,22 @@ _LONG = Did((("run", {}),), ("a" * (2**20 - 2**12),))
 _TYPED = b'{"messages":[{"role":"user","content":[{"content":"a","type":%b}]}]}'
 BOUNDS: dict[str, tuple[bytes, str]] = {
     "all levels together": (nested(400, '"' + "a" * (MAX_BYTES - 2**16) + '"'), "inspect_limit"),
-    "a long text": (b'{"messages":[{"role":"user","content":"%b"}]}' % (b"a" * MAX_BYTES), "inspect_limit"),
+    "a long text": (
+        b'{"messages":[{"role":"user","content":"%b"}]}' % (b"a" * MAX_BYTES),
+        "inspect_limit",
+    ),
     "many blocks": (
         b'{"messages":[{"role":"user","content":[%b{}]}]}' % (b'{"type":"text"},' * 10_000),
         "inspect_limit",
     ),
-    "many numbers": (b'{"messages":[{"role":"user","content":[%b0]}]}' % (b"0," * 500_000), "inspect_limit"),
+    "many numbers": (
+        b'{"messages":[{"role":"user","content":[%b0]}]}' % (b"0," * 500_000),
+        "inspect_limit",
+    ),
     "many messages": (b'{"messages":[%b0]}' % (b"0," * 500_000), "inspect_limit"),
     "many members": (
-        b'{"messages":[{"role":"user",%b"content":"a"}]}' % b"".join([b'"%d":0,' % number for number in range(20_000)]),
+        b'{"messages":[{"role":"user",%b"content":"a"}]}'
+        % b"".join([b'"%d":0,' % number for number in range(20_000)]),
         "inspect_limit",
     ),
     "no text in the body": (b'{"messages":[{"role":"user","content":"a"}],"\x80":0}', "not_json"),
@@ -286,41 +325,69 @@ def test_request_losing_all_tools_is_refused_without_time() -> None:
 
 
 _CHOSEN = called(tool_choice={"type": "function", "function": {"name": "run"}, "more": 1})
-# By where the byte is: a body, why a tool cannot be taken out of it, why it gets no note, and whether it is refused where all
-# tools have to go.
+# By where the byte is: a body, why a tool cannot be taken out of it, why it gets no note, and
+# whether it is refused where all tools have to go.
 _BAD_BYTES = {
     "top level": (called(more=1).replace(b'"more"', b'"\x80"'), "not_json", "not_json", True),
     "tools": (called().replace(b'"parameters"', b'"\x80"'), "not_json", "", True),
-    "tool_choice": (_CHOSEN.replace(b'"more"', b'"\x80"'), "not_json", "", False),  # which is replaced
-    "messages": (called().replace(b'"role": "tool"', b'"\x80": 1, "role": "tool"'), "", "not_json", False),
+    "tool_choice": (
+        _CHOSEN.replace(b'"more"', b'"\x80"'),
+        "not_json",
+        "",
+        False,
+    ),  # which is replaced
+    "messages": (
+        called().replace(b'"role": "tool"', b'"\x80": 1, "role": "tool"'),
+        "",
+        "not_json",
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize("position", _BAD_BYTES)
 def test_invalid_byte_fails_only_edits_that_read_it(position: str) -> None:
     data, narrowed, steered, refused = _BAD_BYTES[position]
-    services = [make_service(made) for made in (steering(), narrowing(every=False), narrowing(every=True))]
+    services = [
+        make_service(made) for made in (steering(), narrowing(every=False), narrowing(every=True))
+    ]
 
     told, fewer, none = repeat(services[0], data), ask(services[1], data), ask(services[2], data)
 
-    assert [changed(answer) == b"" for answer in (told, fewer, none)] == [steered != "", narrowed != "", refused]
+    assert [changed(answer) == b"" for answer in (told, fewer, none)] == [
+        steered != "",
+        narrowed != "",
+        refused,
+    ]
     assert metadata_of(told)["action"] == ("warn" if steered else "steer")
     assert status(none) == (429 if refused else 200)
     assert refused or json.loads(changed(none).replace(b"\x80", b"?"))["tool_choice"] == "none"
     assert sample(services[0], "unsteered_total", policy="steer", reason=steered) == (steered != "")
-    assert sample(services[1], "unnarrowed_total", policy="narrow", reason=narrowed) == (narrowed != "")
+    assert sample(services[1], "unnarrowed_total", policy="narrow", reason=narrowed) == (
+        narrowed != ""
+    )
     assert sample(services[2], "unnarrowed_total", policy="narrow", reason="not_json") == refused
     assert all(json.loads(metadata_of(answer)["sessions"]) for answer in (told, fewer))
-    assert [sample(service, "fail_open_total", reason="internal_error") for service in services] == [0, 0, 0]
+    assert [
+        sample(service, "fail_open_total", reason="internal_error") for service in services
+    ] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("half", "place"), [(rb"\ud800", b"Fix it."), (rb"\udc00", b"seen"), (rb"x\uD83D", b"look"), (rb"x\uD83D", b"seen")]
+    ("half", "place"),
+    [
+        (rb"\ud800", b"Fix it."),
+        (rb"\udc00", b"seen"),
+        (rb"x\uD83D", b"look"),
+        (rb"x\uD83D", b"seen"),
+    ],
 )
 def test_body_with_half_a_surrogate_pair_is_edited(half: bytes, place: bytes) -> None:
     data = called().replace(place, half)
 
-    fewer, none = [changed(ask(make_service(narrowing(every=every)), data)) for every in (False, True)]
+    fewer, none = [
+        changed(ask(make_service(narrowing(every=every)), data)) for every in (False, True)
+    ]
     noted = put_note(data)
 
     for new, tools in ((fewer, 1), (none, 2)):
@@ -335,9 +402,17 @@ def test_body_with_half_a_surrogate_pair_is_edited(half: bytes, place: bytes) ->
 
 @pytest.mark.sources
 @pytest.mark.parametrize(
-    "error", [UnicodeDecodeError("utf-8", b"\x80", 0, 1, "no"), RecursionError(), MemoryError(), KeyError("x")]
+    "error",
+    [
+        UnicodeDecodeError("utf-8", b"\x80", 0, 1, "no"),
+        RecursionError(),
+        MemoryError(),
+        KeyError("x"),
+    ],
 )
-def test_internal_error_in_an_edit_keeps_the_decision(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_in_an_edit_keeps_the_decision(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What steers warns, what has to lose all tools is refused, and sessions learn of each call."""
 
     def fail(*_: object) -> bytes:

@@ -17,8 +17,25 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.model_requests import BODIES, HOSTILE, LIMIT, MIB, REQUESTS, chat_body, tool_call, user_message
-from tests.support.service import decoded, exchange, headers_of, list_uncounted, make_service, metadata_of, sample
+from tests.support.model_requests import (
+    BODIES,
+    HOSTILE,
+    LIMIT,
+    MIB,
+    REQUESTS,
+    chat_body,
+    tool_call,
+    user_message,
+)
+from tests.support.service import (
+    decoded,
+    exchange,
+    headers_of,
+    list_uncounted,
+    make_service,
+    metadata_of,
+    sample,
+)
 
 
 def _looking(identity: str, mode: str, **more: object) -> dict[str, Any]:
@@ -27,9 +44,17 @@ def _looking(identity: str, mode: str, **more: object) -> dict[str, Any]:
     common = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, **more}
     made["spec"]["loop_detection"] = [
         {**common, "similarity": "exact"},
-        {**common, "similarity": "canonical", "ignore_fields": ["/messages/*/id", "/*/*", "/input/0", "/metadata/request_id"]},
+        {
+            **common,
+            "similarity": "canonical",
+            "ignore_fields": ["/messages/*/id", "/*/*", "/input/0", "/metadata/request_id"],
+        },
         {**common, "similarity": "tail"},
-        {**common, "similarity": "tool_calls", "tools": {"wait*": {"allow": True}, "*poll*": {"threshold": 5}}},
+        {
+            **common,
+            "similarity": "tool_calls",
+            "tools": {"wait*": {"allow": True}, "*poll*": {"threshold": 5}},
+        },
     ]
     return made
 
@@ -87,9 +112,17 @@ def test_refusal_bounds_and_cleans_tool_names(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "limit", "counted"),
-    [(MIB, None, True), (MIB + 1, None, False), (1_000, 1_000, True), (1_001, 1_000, False), (2 * MIB, 3 * MIB, True)],
+    [
+        (MIB, None, True),
+        (MIB + 1, None, False),
+        (1_000, 1_000, True),
+        (1_001, 1_000, False),
+        (2 * MIB, 3 * MIB, True),
+    ],
 )
-def test_bodies_above_max_inspect_bytes_are_uncounted(size: int, limit: int | None, counted: bool) -> None:
+def test_bodies_above_max_inspect_bytes_are_uncounted(
+    size: int, limit: int | None, counted: bool
+) -> None:
     service = _service(**({} if limit is None else {"max_inspect_bytes": limit}))
     data = chat_body(user_message('"?"'))
     data = data.replace(b"?", b"x" * (size - len(data) + 1))
@@ -98,14 +131,19 @@ def test_bodies_above_max_inspect_bytes_are_uncounted(size: int, limit: int | No
 
     assert len(data) == size
     assert kinds[-1] == ("immediate_response" if counted else "request_body")
-    assert list_uncounted(service, "e") == ({} if counted else {"inspect_limit": list_uncounted(service, "e")["inspect_limit"]})
+    assert list_uncounted(service, "e") == (
+        {} if counted else {"inspect_limit": list_uncounted(service, "e")["inspect_limit"]}
+    )
 
 
 def test_exact_counts_bodies_that_are_too_large_to_inspect() -> None:
     service = make_service(_looking("e", "enforce"), policy("plain", ANY))
     data = b"[" * 2 * MIB
 
-    kinds = [decoded(exchange(service, headers(), body(data))[-1]).WhichOneof("response") for _ in range(3)]
+    kinds = [
+        decoded(exchange(service, headers(), body(data))[-1]).WhichOneof("response")
+        for _ in range(3)
+    ]
 
     assert kinds == ["request_body", "request_body", "immediate_response"]
     assert set(list_uncounted(service, "e")) == LIMIT
@@ -113,7 +151,14 @@ def test_exact_counts_bodies_that_are_too_large_to_inspect() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nested arrays", "one id in every turn", "invalid UTF-8 in a text", "a million tiny messages", "keys in escapes"]
+    "name",
+    [
+        "nested arrays",
+        "one id in every turn",
+        "invalid UTF-8 in a text",
+        "a million tiny messages",
+        "keys in escapes",
+    ],
 )
 def test_streamed_body_gets_the_answer_of_a_whole_one(name: str) -> None:
     data = HOSTILE[name][0]()
@@ -143,13 +188,28 @@ def test_damaged_bodies_are_answered(name: str, data: st.DataObject) -> None:
         stop = start + data.draw(st.integers(0, 40))
         piece = bytes(damaged[start:stop])
         damaged[start:stop] = data.draw(
-            st.one_of(st.just(piece * 2), st.just(b""), st.binary(max_size=4), st.sampled_from(_BITS))
+            st.one_of(
+                st.just(piece * 2), st.just(b""), st.binary(max_size=4), st.sampled_from(_BITS)
+            )
         )
 
     _send(_service(), bytes(damaged))
 
 
-_BITS = [b"null", b"[]", b"{}", b'"', b"\\", b"\\ud800", b"1e5", b",", b"\x00", b"\xff", b"-", b"[" * 1_000]
+_BITS = [
+    b"null",
+    b"[]",
+    b"{}",
+    b'"',
+    b"\\",
+    b"\\ud800",
+    b"1e5",
+    b",",
+    b"\x00",
+    b"\xff",
+    b"-",
+    b"[" * 1_000,
+]
 
 
 @pytest.mark.deep

@@ -40,7 +40,12 @@ def _judge(policies: Sequence[dict[str, Any]], path: str, data: bytes) -> dict[s
 
 
 def _write_messages(count: int) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * count}).encode()
+    return json.dumps(
+        {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            * count
+        }
+    ).encode()
 
 
 def _write_numbers(count: int) -> bytes:
@@ -50,7 +55,9 @@ def _write_numbers(count: int) -> bytes:
 
 
 def _write_parts(count: int) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}]}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}]}
+    ).encode()
 
 
 def _write_blocks(count: int) -> bytes:
@@ -61,7 +68,9 @@ def _write_blocks(count: int) -> bytes:
 def _write_calls(count: int) -> bytes:
     call = {"id": "c", "function": {"name": "f", "arguments": "[" + "1," * 80 + "1]"}}
     told = [{"role": "tool", "tool_call_id": "c", "content": "x"}]
-    return json.dumps({"messages": [{"role": "assistant", "tool_calls": [call] * (count // 3)}, *told]}).encode()
+    return json.dumps(
+        {"messages": [{"role": "assistant", "tool_calls": [call] * (count // 3)}, *told]}
+    ).encode()
 
 
 def _write_items(count: int) -> bytes:
@@ -88,7 +97,11 @@ def _find_path(kind: str) -> str:
 @settings(max_examples=60)
 @given(
     st.sampled_from(sorted(READERS)),
-    st.lists(st.tuples(st.sampled_from(sorted(READERS)), st.sampled_from(["enforce", "shadow"])), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.sampled_from(sorted(READERS)), st.sampled_from(["enforce", "shadow"])),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(0, 4),
     st.sampled_from(sorted(_WRITERS)),
     st.integers(MAX_STEPS // 4, MAX_STEPS * 5 // 4),
@@ -119,23 +132,47 @@ def test_every_kind_of_work_is_bounded(kind: str) -> None:
 
 
 def _work(random: Random, number: int) -> Did:
-    code = "\n".join([f"    total[{n}] = compute(a, b={random.random():.3f}, c=[{n}, {number}])" for n in range(8)])
+    code = "\n".join(
+        [
+            f"    total[{n}] = compute(a, b={random.random():.3f}, c=[{n}, {number}])"
+            for n in range(8)
+        ]
+    )
     given = {"path": f"src/module_{number}.py", "old": code, "new": f"{code}\n", "count": number}
-    return Did((("edit", given),), (f"{number} lines changed\n{code}\n{code}",), thought=f"Now step {number}.", number=number)
+    return Did(
+        (("edit", given),),
+        (f"{number} lines changed\n{code}\n{code}",),
+        thought=f"Now step {number}.",
+        number=number,
+    )
 
 
 def _work_briefly(_: Random, number: int) -> Did:
-    return Did((("run", {"command": f"make test-{number}", "timeout": 60}),), (f"ok {number}",), number=number)
+    return Did(
+        (("run", {"command": f"make test-{number}", "timeout": 60}),),
+        (f"ok {number}",),
+        number=number,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "shape"), [*((name, "chat") for name in READERS), *(("turns", shape) for shape in SHAPES if shape != "chat")]
+    ("name", "shape"),
+    [
+        *((name, "chat") for name in READERS),
+        *(("turns", shape) for shape in SHAPES if shape != "chat"),
+    ],
 )
-@pytest.mark.parametrize(("work", "turns"), [(_work, 400), (_work_briefly, 800)], ids=["long turns", "short turns"])
-def test_long_histories_of_agents_are_inspected(name: str, shape: str, work: Callable[[Random, int], Did], turns: int) -> None:
+@pytest.mark.parametrize(
+    ("work", "turns"), [(_work, 400), (_work_briefly, 800)], ids=["long turns", "short turns"]
+)
+def test_long_histories_of_agents_are_inspected(
+    name: str, shape: str, work: Callable[[Random, int], Did], turns: int
+) -> None:
     random = Random(7)
-    data = json.dumps(SHAPES[shape]([work(random, number) for number in range(1, turns + 1)])).encode()
+    data = json.dumps(
+        SHAPES[shape]([work(random, number) for number in range(1, turns + 1)])
+    ).encode()
 
     assert len(data) <= _MIB
     assert "inspect_limit" not in _judge([_reader(name, "watched")], PATHS[shape], data)
@@ -146,8 +183,15 @@ def test_dozens_of_images_are_inspected(name: str) -> None:
     image = b64encode(Random(7).randbytes(9_000)).decode()
     messages: list[dict[str, Any]] = []
     for number in range(60):
-        call = {"id": f"c{number}", "type": "function", "function": {"name": "click", "arguments": f'{{"x":{number}}}'}}
-        shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}", "detail": "low"}}
+        call = {
+            "id": f"c{number}",
+            "type": "function",
+            "function": {"name": "click", "arguments": f'{{"x":{number}}}'},
+        }
+        shown = {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{image}", "detail": "low"},
+        }
         messages += [
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": f"c{number}", "content": f"page {number}"},

@@ -1,4 +1,7 @@
-"""Bodies above `max_inspect_bytes`: `turns` reads their ends, whether they are buffered or streamed."""
+"""Bodies above `max_inspect_bytes`.
+
+`turns` reads their ends, whether they are buffered or streamed.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,32 @@ def make_guard(*more: dict[str, Any], uncountable: str = "allow", **loop: Any) -
     return make_service(made, *more)
 
 
-def make_body(writer: str = "as_chat", *, times: int = 8, size: int = 2 * LIMIT, loops: bool = True) -> bytes:
+def make_body(
+    writer: str = "as_chat", *, times: int = 8, size: int = 2 * LIMIT, loops: bool = True
+) -> bytes:
     """The request of an agent that has done the same this often, or something else each time."""
     turns = []
     for number in range(1, times + 1):
         name = "a.py" if loops else f"{number}.py"
-        turns.append(Did((("read", {"path": name}),), (f"{name} is no file " * (size // times // 17),), number=number))
-    return json.dumps({"tools": [], **getattr(turn_writers, writer)(turns), "metadata": {}}).encode()
+        turns.append(
+            Did(
+                (("read", {"path": name}),),
+                (f"{name} is no file " * (size // times // 17),),
+                number=number,
+            )
+        )
+    return json.dumps(
+        {"tools": [], **getattr(turn_writers, writer)(turns), "metadata": {}}
+    ).encode()
 
 
 def send(service: Service, data: bytes, *, chunk: int = 0, **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
     """The last answer to a body that is buffered, or streamed in chunks of this size."""
     places = range(0, len(data), chunk or len(data))
     chunks = [body(data[place : place + places.step], end=place == places[-1]) for place in places]
-    return decoded(exchange(service, headers(mode="STREAMED" if chunk else "BUFFERED", **more), *chunks)[-1])
+    return decoded(
+        exchange(service, headers(mode="STREAMED" if chunk else "BUFFERED", **more), *chunks)[-1]
+    )
 
 
 @pytest.mark.slow
@@ -52,7 +67,10 @@ def test_loop_in_a_long_history_is_refused(writer: str, chunk: int) -> None:
 
     for size in (LIMIT // 4, 2 * LIMIT, 8 * LIMIT):
         assert status(send(service, make_body(writer, times=64, size=size), chunk=chunk)) == 429
-        assert status(send(service, make_body(writer, times=64, size=size, loops=False), chunk=chunk)) == 200
+        assert (
+            status(send(service, make_body(writer, times=64, size=size, loops=False), chunk=chunk))
+            == 200
+        )
     assert sample(service, "uncounted_total", policy="p", reason="inspect_limit") == 0
     assert service.kept.bytes == 0
 
@@ -62,7 +80,11 @@ def test_uncertain_ends_are_uncounted(chunk: int) -> None:
     """One long result hides where messages begin, or nothing can be read."""
     service, strict = make_guard(), make_guard(uncountable="reject")
 
-    for data in (make_body(times=1, size=4 * LIMIT), b"x" * 2 * LIMIT, b'{"messages":[' + b"1," * LIMIT + b"1]}"):
+    for data in (
+        make_body(times=1, size=4 * LIMIT),
+        b"x" * 2 * LIMIT,
+        b'{"messages":[' + b"1," * LIMIT + b"1]}",
+    ):
         assert status(send(service, data, chunk=chunk)) == 200
         assert status(send(strict, data, chunk=chunk)) == 413
 
@@ -84,7 +106,10 @@ def test_stream_keeps_no_more_than_the_limit() -> None:
 
 
 def test_other_detectors_do_not_read_long_bodies() -> None:
-    others = [policy(name, ANY, similarity=name, max_inspect_bytes=LIMIT) for name in ("canonical", "tail", "tool_calls")]
+    others = [
+        policy(name, ANY, similarity=name, max_inspect_bytes=LIMIT)
+        for name in ("canonical", "tail", "tool_calls")
+    ]
     service = make_guard(*others)
 
     assert status(send(service, make_body())) == 429
@@ -110,13 +135,20 @@ def test_long_compressed_body_is_uncounted() -> None:
 
 
 def test_session_supplies_turns_that_the_ends_lack() -> None:
-    made = policy("p", ANY, similarity="turns", max_inspect_bytes=LIMIT, limit_keys=["header:x-user-id"])
+    made = policy(
+        "p", ANY, similarity="turns", max_inspect_bytes=LIMIT, limit_keys=["header:x-user-id"]
+    )
     made["spec"]["session"] = {"keys": ["header:x-session-id"]}
     service = make_service(made)
-    turns = [Did((("read", {"path": "a.py"}),), ("no such file " * (LIMIT // 40),), number=number) for number in range(1, 9)]
+    turns = [
+        Did((("read", {"path": "a.py"}),), ("no such file " * (LIMIT // 40),), number=number)
+        for number in range(1, 9)
+    ]
 
     for count in range(2, 9):
-        answer = send(service, json.dumps(as_chat(turns[:count])).encode(), x_user_id="ann", x_session_id="s")
+        answer = send(
+            service, json.dumps(as_chat(turns[:count])).encode(), x_user_id="ann", x_session_id="s"
+        )
 
     assert status(answer) == 429
 

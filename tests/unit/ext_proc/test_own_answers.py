@@ -23,8 +23,13 @@ ANY = {"pathPrefix": "/"}
 READ = Did((("read_file", {"path": "a.txt"}),), ("no such file: a.txt",))
 WRITTEN = re.compile(re.escape(ANSWER) + r'[^"~]+' + CLOSING + "[0-9a-f]{16}" + re.escape(END))
 COMPLAINTS = {
-    "smolagents": "Error:\nError in code parsing:\nYour code snippet is invalid, because the pattern was not found in it.",
-    "mini-swe-agent": "Please always provide EXACTLY ONE action in triple backticks, found 0 actions.",
+    "smolagents": (
+        "Error:\nError in code parsing:\nYour code snippet is invalid, because the "
+        "pattern was not found in it."
+    ),
+    "mini-swe-agent": (
+        "Please always provide EXACTLY ONE action in triple backticks, found 0 actions."
+    ),
     "an error": "Error: you must call a tool",
 }
 
@@ -43,14 +48,22 @@ PATHS: dict[str, tuple[str, str, Callable[[str, str], dict[str, Any]]]] = {
         lambda role, text: {
             "type": "message",
             "role": role,
-            "content": [{"type": "output_text" if role == "assistant" else "input_text", "text": text}],
+            "content": [
+                {"type": "output_text" if role == "assistant" else "input_text", "text": text}
+            ],
         },
     ),
-    "anthropic": ("/v1/messages", "messages", lambda role, text: _say(role, [{"type": "text", "text": text}])),
+    "anthropic": (
+        "/v1/messages",
+        "messages",
+        lambda role, text: _say(role, [{"type": "text", "text": text}]),
+    ),
     "gemini": (
         "/v1beta/models/m:generateContent",
         "contents",
-        lambda role, text: _say("model" if role == "assistant" else role, [{"text": text}], "parts"),
+        lambda role, text: _say(
+            "model" if role == "assistant" else role, [{"text": text}], "parts"
+        ),
     ),
     "bedrock": ("/model/m/converse", "messages", lambda role, text: _say(role, [{"text": text}])),
 }
@@ -63,14 +76,22 @@ class Agent:
         self.path, self.key, self.say = PATHS[api]
         self.api = api
         self.service = make_service(
-            policy("p", ANY, similarity="turns", refuse_as="completion", limit_keys=["header:x-user-id"])
+            policy(
+                "p",
+                ANY,
+                similarity="turns",
+                refuse_as="completion",
+                limit_keys=["header:x-user-id"],
+            )
         )
         self.body: dict[str, Any] = SHAPES[api]([])
         self.turns = 0
 
     def act(self) -> None:
         """The model calls a tool."""
-        before, after = [SHAPES[self.api]([READ] * turns)[self.key] for turns in (self.turns, self.turns + 1)]
+        before, after = [
+            SHAPES[self.api]([READ] * turns)[self.key] for turns in (self.turns, self.turns + 1)
+        ]
         self.body[self.key] += after[len(before) :]
         self.turns += 1
 
@@ -79,7 +100,9 @@ class Agent:
         path = self.path
         if stream:
             self.body["stream"] = True
-            path = path.replace(":generate", ":streamGenerate").replace("/converse", "/converse-stream")
+            path = path.replace(":generate", ":streamGenerate").replace(
+                "/converse", "/converse-stream"
+            )
         answer = self.send(json.dumps(self.body).encode(), path)
         if not answer.HasField("immediate_response"):
             return ""
@@ -92,7 +115,9 @@ class Agent:
 
     def send(self, data: bytes, path: str = "", caller: str = "ann") -> ProcessingResponse:
         """The answer to a body."""
-        return decoded(exchange(self.service, headers(path or self.path, x_user_id=caller), body(data))[-1])
+        return decoded(
+            exchange(self.service, headers(path or self.path, x_user_id=caller), body(data))[-1]
+        )
 
     def hear(self, role: str, text: str) -> None:
         """Append a message."""
@@ -115,7 +140,10 @@ def test_complaining_program_is_refused_again(api: str, stream: bool) -> None:
         agent.hear("user", COMPLAINTS["mini-swe-agent"])
         said.append(agent.ask(stream=stream))
 
-    assert all(each.startswith(f"{ANSWER}\nLoop detected: 3 of the last 3 turns were read_file") for each in said)
+    assert all(
+        each.startswith(f"{ANSWER}\nLoop detected: 3 of the last 3 turns were read_file")
+        for each in said
+    )
     agent.hear("user", COMPLAINTS["mini-swe-agent"])
     agent.act()
     assert agent.ask(stream=stream).startswith(f"{ANSWER}\nLoop detected: 4 of the last 4 turns")
@@ -123,16 +151,26 @@ def test_complaining_program_is_refused_again(api: str, stream: bool) -> None:
 
 # a change of the answer, what the program says, and whether it is refused again
 FOLLOWED: dict[str, tuple[Callable[[str], str], str, bool]] = {
-    **{name: (str, f"Call id: call_4\n{complaint}", True) for name, complaint in COMPLAINTS.items()},
+    **{
+        name: (str, f"Call id: call_4\n{complaint}", True) for name, complaint in COMPLAINTS.items()
+    },
     "a complaint that quotes the answer": (str, "I do not get this: {}", True),
-    "smolagents closes its code block": (lambda text: text + "</code>", COMPLAINTS["smolagents"], True),
+    "smolagents closes its code block": (
+        lambda text: text + "</code>",
+        COMPLAINTS["smolagents"],
+        True,
+    ),
     # a forged answer is like any other turn in which the model does not act
     **{
         name: (forge, COMPLAINTS["an error"], False)
         for name, forge in {
-            "another mark": lambda text: text.replace(CLOSING, f"{CLOSING}0")[: -len(END) - 1] + END,
+            "another mark": lambda text: (
+                text.replace(CLOSING, f"{CLOSING}0")[: -len(END) - 1] + END
+            ),
             "another text": lambda text: text.replace("read_file", "write_file"),
-            "a note's frame": lambda text: text.replace(ANSWER, "[~loopguard~ Note from the gateway, not from the tool:"),
+            "a note's frame": lambda text: text.replace(
+                ANSWER, "[~loopguard~ Note from the gateway, not from the tool:"
+            ),
             "an action beside": lambda text: text + "\n```bash\ncat b.txt\n```",
             "twice": lambda text: text + text,
         }.items()
@@ -194,7 +232,9 @@ def test_answers_of_other_callers_and_conversations_are_turns() -> None:
     agent.loop()
     agent.hear("user", COMPLAINTS["an error"])
 
-    assert not agent.send(json.dumps(agent.body).encode(), caller="bob").HasField("immediate_response")
+    assert not agent.send(json.dumps(agent.body).encode(), caller="bob").HasField(
+        "immediate_response"
+    )
     agent.body["messages"][1]["content"] = "Another task."
     assert not agent.ask()
 

@@ -1,6 +1,7 @@
 """Shadow policies, and what a process knows of earlier messages, change no answer.
 
-Agents of every API are compared before enforcing policies alone and beside shadow policies that fail in every way, and before
+Agents of every API are compared before enforcing policies alone and beside shadow policies that
+fail in every way, and before
 processes that know nothing or much: what Envoy is told is the same to the byte.
 """
 
@@ -26,15 +27,40 @@ from tests.support.steady import SteadyStore, Told, ask, give_time
 _MIB = 2**20
 
 
-def _loop(similarity: str, threshold: int = 3, action: str = "reject", **more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a detector
-    loop = {"name": f"{similarity}-{action}", "enabled": True, "similarity": similarity, "window_seconds": 60, "action": action}
-    return {**loop, "threshold_identical_requests": threshold, "max_delay_ms": 1, "max_inspect_bytes": 2 * _MIB, **more}
+def _loop(
+    similarity: str,
+    threshold: int = 3,
+    action: str = "reject",
+    **more: Any,  # noqa: ANN401  # of a detector
+) -> dict[str, Any]:
+    loop = {
+        "name": f"{similarity}-{action}",
+        "enabled": True,
+        "similarity": similarity,
+        "window_seconds": 60,
+        "action": action,
+    }
+    return {
+        **loop,
+        "threshold_identical_requests": threshold,
+        "max_delay_ms": 1,
+        "max_inspect_bytes": 2 * _MIB,
+        **more,
+    }
 
 
 def _rule(budget: float) -> dict[str, Any]:
-    stages = [{"threshold_percent": 50, "action": "warn"}, {"threshold_percent": 100, "action": "reject"}]
+    stages = [
+        {"threshold_percent": 50, "action": "warn"},
+        {"threshold_percent": 100, "action": "reject"},
+    ]
     config = {"budget": budget, "period": "1d", "staged_actions": stages}
-    return {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "cost_based", "algorithm_config": config}
+    return {
+        "name": "r",
+        "limit_keys": ["header:x-user-id"],
+        "algorithm": "cost_based",
+        "algorithm_config": config,
+    }
 
 
 # Each test draws some that enforce and some that watch.
@@ -46,7 +72,12 @@ _SPECS: list[dict[str, Any]] = [
             _loop("exact", 2, "throttle"),
         ]
     },
-    {"loop_detection": [_loop("tool_calls", 2, "steer", escalate={"reject": 4}), _loop("canonical", 2, "warn")]},
+    {
+        "loop_detection": [
+            _loop("tool_calls", 2, "steer", escalate={"reject": 4}),
+            _loop("canonical", 2, "warn"),
+        ]
+    },
     {"loop_detection": _loop("tail", 2, cooldown_seconds=9)},
     {
         "session_limits": {
@@ -56,17 +87,24 @@ _SPECS: list[dict[str, Any]] = [
             "max_calls_per_tool": {"bash": 2},
         }
     },
-    {"session": {}, "loop_detection": _loop("turns"), "session_limits": {"loop_detection": {"window": 6, "threshold": 3}}},
+    {
+        "session": {},
+        "loop_detection": _loop("turns"),
+        "session_limits": {"loop_detection": {"window": 6, "threshold": 3}},
+    },
     {"rules": [_rule(8)], "loop_detection": _loop("prompt", 2)},
     {
-        "loop_detection": _loop("turns", 2, max_cycle=3, ignore_arguments=["cmd"], normalize_results=False),
+        "loop_detection": _loop(
+            "turns", 2, max_cycle=3, ignore_arguments=["cmd"], normalize_results=False
+        ),
         "uncountable": "reject",
     },
 ]
 
 
 async def _never() -> list[Any]:
-    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # none comes
+    # None comes
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
 def _raise(error: Exception) -> Callable[[list[Any]], Any]:
@@ -99,7 +137,11 @@ STATES = [*HARMS, "guards raise", "no time left"]
 
 def make(policies: Sequence[tuple[str, dict[str, Any]]], state: str) -> Service:
     made = [
-        bare_policy(f"{mode}-{_SPECS.index(spec)}", mode=mode, **{"limit_keys": ["header:x-user-id"], **spec})
+        bare_policy(
+            f"{mode}-{_SPECS.index(spec)}",
+            mode=mode,
+            **{"limit_keys": ["header:x-user-id"], **spec},
+        )
         for mode, spec in policies
     ]
     service = make_service(*made, store=SteadyStore(HARMS.get(state)))
@@ -116,7 +158,10 @@ def send(service: Service, agent: Agent, data: bytes, state: str) -> list[Told]:
     if state == "no time left":
         service.budget.spend(f"x-user-id={agent.sent['x_user_id']}", 1_000.0, shadow=True)
     told = ask(service, agent, data)
-    return [(*said, {key: value for key, value in metadata.items() if "shadow_" not in key}) for *said, metadata in told]  # type: ignore[misc]
+    return [
+        (*said, {key: value for key, value in metadata.items() if "shadow_" not in key})  # type: ignore[misc]
+        for *said, metadata in told
+    ]
 
 
 def list_requests(random: Random, count: int) -> Iterator[tuple[Agent, bytes]]:
@@ -133,7 +178,9 @@ def list_requests(random: Random, count: int) -> Iterator[tuple[Agent, bytes]]:
         yield agent, json.dumps(written).encode()
 
 
-def draw(random: Random) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, dict[str, Any]]]]:
+def draw(
+    random: Random,
+) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, dict[str, Any]]]]:
     """Policies that enforce, and the same between others that watch."""
     enforcing = [("enforce", spec) for spec in random.sample(_SPECS, 3)]
     watching = [("shadow", spec) for spec in random.sample(_SPECS, 3)]
@@ -157,7 +204,11 @@ def test_shadow_guards_change_neither_bytes_nor_verdicts(state: str, seed: int) 
 
 _LISTS = ("messages", "input", "contents")
 
-_READ_ONE_WAY: dict[str, Any] = {"ignore_arguments": ["why"], "normalize_results": False, "max_cycle": 3}
+_READ_ONE_WAY: dict[str, Any] = {
+    "ignore_arguments": ["why"],
+    "normalize_results": False,
+    "max_cycle": 3,
+}
 _READ_ANOTHER_WAY: dict[str, Any] = {
     "ignore_arguments": ["cmd"],
     "tools": {"read_file": {"threshold": 3}, "think": {"allow": True}},
@@ -165,16 +216,31 @@ _READ_ANOTHER_WAY: dict[str, Any] = {
 
 
 def make_reading(first: dict[str, Any], second: dict[str, Any]) -> Service:
-    steers = {"action": "steer", "escalate": {"land": 3, "reject": 6}, "threshold_identical_requests": 2}
+    steers = {
+        "action": "steer",
+        "escalate": {"land": 3, "reject": 6},
+        "threshold_identical_requests": 2,
+    }
     loops = [
-        {"name": name, "enabled": True, "similarity": similarity, "window_seconds": 60, "max_inspect_bytes": 2**21, **keys}
+        {
+            "name": name,
+            "enabled": True,
+            "similarity": similarity,
+            "window_seconds": 60,
+            "max_inspect_bytes": 2**21,
+            **keys,
+        }
         for name, similarity, keys in (
             ("one", "turns", {**steers, **first}),
             ("other", "turns", {"threshold_identical_requests": 2, "action": "warn", **second}),
             ("calls", "tool_calls", {"threshold_identical_requests": 2, "action": "warn"}),
         )
     ]
-    limits = {"max_steps": 40, "max_calls_per_tool": {"bash": 9}, "loop_detection": {"window": 6, "threshold": 3}}
+    limits = {
+        "max_steps": 40,
+        "max_calls_per_tool": {"bash": 9},
+        "loop_detection": {"window": 6, "threshold": 3},
+    }
     keys: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
     return make_service(
         bare_policy("acts", loop_detection=loops[0], session_limits=limits, **keys),
@@ -199,16 +265,29 @@ def vary(random: Random, written: dict[str, Any]) -> bytes:
         case 3:
             messages.insert(place, messages[-1])
         case 4:
-            messages[place] = json.loads(json.dumps(messages[place]).replace("ls 1", "ls 0").replace("ok", "no"))
+            messages[place] = json.loads(
+                json.dumps(messages[place]).replace("ls 1", "ls 0").replace("ok", "no")
+            )
         case 5 if isinstance(messages[place], dict):
-            messages[place] = {**dict(reversed(messages[place].items())), "cache_control": {"type": "ephemeral"}}
+            messages[place] = {
+                **dict(reversed(messages[place].items())),
+                "cache_control": {"type": "ephemeral"},
+            }
         case 6:
             messages.append({"role": "assistant", "content": "{"})
         case _:
             pass
     text = json.dumps({**written, key: messages} if key else written)
-    spelled = [text, text, text.replace(", ", ","), json.dumps(json.loads(text), ensure_ascii=False, indent=1)]
-    spelled += [text.replace("assistant", "assist\\u0061nt"), text.replace('"role":', '"role": "user", "role":', 1)]
+    spelled = [
+        text,
+        text,
+        text.replace(", ", ","),
+        json.dumps(json.loads(text), ensure_ascii=False, indent=1),
+    ]
+    spelled += [
+        text.replace("assistant", "assist\\u0061nt"),
+        text.replace('"role":', '"role": "user", "role":', 1),
+    ]
     return random.choice(spelled).encode()
 
 

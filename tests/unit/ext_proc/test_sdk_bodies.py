@@ -44,8 +44,14 @@ SDKS: dict[str, Run] = {
     "bedrock": run_bedrock_agent,
     "ollama": run_ollama_agent,
 }
-RECORDED = ("chat_stuck", "chat_parallel_calls", "responses_stuck", "responses_parallel_calls", "anthropic_stuck",
-            "anthropic_parallel_calls")  # fmt: skip  # one list
+RECORDED = (
+    "chat_stuck",
+    "chat_parallel_calls",
+    "responses_stuck",
+    "responses_parallel_calls",
+    "anthropic_stuck",
+    "anthropic_parallel_calls",
+)
 # One tool goes after three calls of it, or all are forbidden.
 NARROWINGS: list[dict[str, Any]] = [
     {"max_calls_per_tool": {"check": 3}},
@@ -66,12 +72,17 @@ def record(model: FakeModel, name: str) -> bytes:
         return "Done." if number % 4 == 3 else [Call("check")]
 
     model.scripts[name] = answer
-    SDKS[name](Errand(f"http://127.0.0.1:{model.port}", name, lambda: "pending", lambda: "It is done."))
+    SDKS[name](
+        Errand(f"http://127.0.0.1:{model.port}", name, lambda: "pending", lambda: "It is done.")
+    )
     return model.bodies[name]
 
 
 def split(data: bytes) -> dict[str, bytes]:
-    return {key: bytes(item) for key, item in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items()}
+    return {
+        key: bytes(item)
+        for key, item in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items()
+    }
 
 
 # ---- Narrowed
@@ -94,7 +105,9 @@ def _type_chat() -> Types:
     from openai.types.chat import ChatCompletionToolChoiceOptionParam, ChatCompletionToolUnionParam
 
     named = {"type": "function", "function": {"name": "check"}}
-    return Types(list[ChatCompletionToolUnionParam], ChatCompletionToolChoiceOptionParam, named, "auto")
+    return Types(
+        list[ChatCompletionToolUnionParam], ChatCompletionToolChoiceOptionParam, named, "auto"
+    )
 
 
 def _type_responses() -> Types:
@@ -103,14 +116,21 @@ def _type_responses() -> Types:
 
     allowed = {"type": "allowed_tools", "mode": "required"}
     named = allowed | {"tools": [_function("check"), _function("ask_colleague")]}
-    return Types(list[ToolParam], ToolChoice, named, allowed | {"tools": [_function("ask_colleague")]})
+    return Types(
+        list[ToolParam], ToolChoice, named, allowed | {"tools": [_function("ask_colleague")]}
+    )
 
 
 def _type_anthropic() -> Types:
     from anthropic.types import ToolChoiceParam, ToolUnionParam
 
     held = {"disable_parallel_tool_use": True}
-    return Types(list[ToolUnionParam], ToolChoiceParam, {"type": "tool", "name": "check", **held}, {"type": "auto", **held})
+    return Types(
+        list[ToolUnionParam],
+        ToolChoiceParam,
+        {"type": "tool", "name": "check", **held},
+        {"type": "auto", **held},
+    )
 
 
 def _type_gemini() -> Types:
@@ -148,7 +168,10 @@ def test_narrowed_request_is_valid_for_its_sdk(model: FakeModel, name: str) -> N
 
     fewer, nothing = [json.loads(changed(answer)) for answer in narrow(name, sent)]
 
-    for new, choice, left in ((fewer, types.mended, ["ask_colleague"]), (nothing, none, ["check", "ask_colleague"])):
+    for new, choice, left in (
+        (fewer, types.mended, ["ask_colleague"]),
+        (nothing, none, ["check", "ask_colleague"]),
+    ):
         VALIDATORS[name](new)
         TypeAdapter(types.tools).validate_python(new["tools"], extra="forbid")
         TypeAdapter(types.choice).validate_python(new[key], extra="forbid")
@@ -172,7 +195,9 @@ def test_bedrock_request_is_refused_where_all_tools_go(model: FakeModel) -> None
 def test_ollama_request_has_no_tools_where_all_go(model: FakeModel) -> None:
     from ollama._types import ChatRequest
 
-    fewer, nothing = [json.loads(changed(answer)) for answer in narrow("ollama", record(model, "ollama"))]
+    fewer, nothing = [
+        json.loads(changed(answer)) for answer in narrow("ollama", record(model, "ollama"))
+    ]
 
     assert ChatRequest.model_validate(fewer)
     assert list_names(fewer["tools"]) == ["ask_colleague"]
@@ -187,7 +212,10 @@ def split_messages(listed: bytes) -> tuple[list[bytes], list[bytes]]:
     """The messages up to the model's last one, and the newer ones."""
     messages = [bytes(item) for item in msgspec.json.decode(listed, type=list[msgspec.Raw])]
     said = [json.loads(message) for message in messages]
-    calls = [str(one.get("type")).endswith("_call") or one.get("role") in ("assistant", "model") for one in said]
+    calls = [
+        str(one.get("type")).endswith("_call") or one.get("role") in ("assistant", "model")
+        for one in said
+    ]
     newest = len(calls) - calls[::-1].index(True)
     return messages[:newest], messages[newest:]
 
@@ -195,8 +223,13 @@ def split_messages(listed: bytes) -> tuple[list[bytes], list[bytes]]:
 def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
     """Checks that only the choice among tools changes before the newest messages."""
     service = make_service(policy("p", ANY, action=action, threshold_identical_requests=2, **loop))
-    before, after = split(sent), split(changed(repeat(service, headers(PATHS[api]), body(sent), times=2)))
-    forbidden = FORBIDDEN[api] if action == "land" and before.keys() & {"tools", "toolConfig"} else {}
+    before, after = (
+        split(sent),
+        split(changed(repeat(service, headers(PATHS[api]), body(sent), times=2))),
+    )
+    forbidden = (
+        FORBIDDEN[api] if action == "land" and before.keys() & {"tools", "toolConfig"} else {}
+    )
     key = next(key for key in ("messages", "input", "contents") if key in before)
 
     (earlier, newest), (kept, noted) = split_messages(before[key]), split_messages(after[key])
@@ -204,8 +237,12 @@ def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
     assert len(noted) == len(newest)
     assert noted != newest
     assert {name: json.loads(after[name]) for name in forbidden} == forbidden
-    others = [(name, value) for name, value in before.items() if name != key and name not in forbidden]
-    assert [(name, value) for name, value in after.items() if name != key and name not in forbidden] == others
+    others = [
+        (name, value) for name, value in before.items() if name != key and name not in forbidden
+    ]
+    assert [
+        (name, value) for name, value in after.items() if name != key and name not in forbidden
+    ] == others
 
 
 @pytest.mark.parametrize("action", ["steer", "land"])

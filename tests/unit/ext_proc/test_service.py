@@ -17,7 +17,13 @@ from extproc.ext_proc.stream import BUFFER_LIMIT_METADATA, Stream
 from extproc.ext_proc.upload import SMALLEST_LIMIT
 from extproc.ext_proc.wire import LARGE, MAX_HEADERS
 from extproc.pb.base_pb2 import HeaderMap, HeaderValue
-from extproc.pb.external_processor_pb2 import CommonResponse, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse
+from extproc.pb.external_processor_pb2 import (
+    CommonResponse,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from extproc.request.fingerprint import hash_tenant, write_crc32
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
@@ -46,7 +52,10 @@ def test_request_is_decided_with_its_complete_body() -> None:
     refused = repeat(service, headers(), body(b"two"), times=3)
 
     assert [reply.done for reply in first] == [False, True]
-    assert [decoded(reply).WhichOneof("response") for reply in first] == ["request_headers", "request_body"]
+    assert [decoded(reply).WhichOneof("response") for reply in first] == [
+        "request_headers",
+        "request_body",
+    ]
     assert not decoded(first[-1]).HasField("dynamic_metadata")  # nothing was detected
     assert refused.immediate_response.status.code == 429
 
@@ -70,14 +79,23 @@ def test_fingerprint_does_not_depend_on_chunks_or_headers() -> None:
     names = [told["fingerprint"] for told in found]
     assert names == [names[0]] * 3 + [names[3]] + [names[0]] * 3 + [names[3]]
     assert names[0] != names[3]
-    assert set(found[0]) == {"fingerprint", "tenant", "body_crc32", "record"}  # though nothing was detected
+    assert set(found[0]) == {
+        "fingerprint",
+        "tenant",
+        "body_crc32",
+        "record",
+    }  # though nothing was detected
     assert found[0]["body_crc32"] == found[0]["record"]["body_crc32"] == write_crc32(crc32(data))
 
 
 def test_refusal_has_the_documented_headers_body_and_metadata() -> None:
-    service = make_service(policy("p", ANY, reject_status=422, cooldown_seconds=90, limit_keys=["header:x-a"]))
+    service = make_service(
+        policy("p", ANY, reject_status=422, cooldown_seconds=90, limit_keys=["header:x-a"])
+    )
 
-    answer = repeat(service, headers("/v1/messages?beta=true", method="GET", end=True, x_a="1"), times=3)
+    answer = repeat(
+        service, headers("/v1/messages?beta=true", method="GET", end=True, x_a="1"), times=3
+    )
 
     immediate = answer.immediate_response
     fingerprint = headers_of(answer)["x-loopguard-fingerprint"]
@@ -97,7 +115,12 @@ def test_refusal_has_the_documented_headers_body_and_metadata() -> None:
     message = page["error"]["message"]
     assert page == {
         "type": "error",
-        "error": {"message": message, "type": "loop_detected", "param": None, "code": "recursive_loop_detected"},
+        "error": {
+            "message": message,
+            "type": "loop_detected",
+            "param": None,
+            "code": "recursive_loop_detected",
+        },
         "detail": {"error": "recursive_loop_detected", "message": message, "cooldown_seconds": 90},
     }
     assert metadata_of(answer) == {
@@ -114,7 +137,9 @@ def test_refusal_has_the_documented_headers_body_and_metadata() -> None:
 def test_method_that_is_not_utf_8_is_refused(content_type: str) -> None:
     service = make_service(policy("p", ANY))
 
-    answer = repeat(service, headers(method="P\udcffST", content_type=content_type, end=True), times=3)
+    answer = repeat(
+        service, headers(method="P\udcffST", content_type=content_type, end=True), times=3
+    )
 
     assert answer.immediate_response.status.code == 429
     page = answer.immediate_response.body.decode()
@@ -136,14 +161,19 @@ def test_throttled_request_extends_envoys_timeout_first() -> None:
 
 
 def test_holds_are_bounded_in_all_and_per_tenant() -> None:
-    service = make_service(policy("p", ANY, action="throttle", limit_keys=["header:x-a"]), max_throttled=10)
+    service = make_service(
+        policy("p", ANY, action="throttle", limit_keys=["header:x-a"]), max_throttled=10
+    )
     tenants = [str(number) for number in range(11)]
     for tenant in tenants:
         repeat(service, headers(end=True, x_a=tenant), times=2)
     streams = {tenant: Stream(service) for tenant in tenants}
     second = Stream(service)
 
-    holds = {tenant: receive(stream, headers(end=True, x_a=tenant)).hold_ms for tenant, stream in streams.items()}
+    holds = {
+        tenant: receive(stream, headers(end=True, x_a=tenant)).hold_ms
+        for tenant, stream in streams.items()
+    }
     same_tenant = decoded(receive(second, headers(end=True, x_a="0")))
     streams.pop("0").close()
     third = Stream(service)
@@ -161,7 +191,10 @@ def test_holds_are_bounded_in_all_and_per_tenant() -> None:
 
 def answered(status: str) -> ProcessingRequest:
     """What Envoy shows of a response, also of its own."""
-    listed = [HeaderValue(key="server", raw_value=b"envoy"), HeaderValue(key=":status", raw_value=status.encode())]
+    listed = [
+        HeaderValue(key="server", raw_value=b"envoy"),
+        HeaderValue(key=":status", raw_value=status.encode()),
+    ]
     return ProcessingRequest(response_headers=HttpHeaders(headers=HeaderMap(headers=listed)))
 
 
@@ -190,13 +223,20 @@ def test_holds_end_when_the_server_stops() -> None:
         (headers(mode="GRPC"), "body_mode"),
     ],
 )
-def test_request_with_an_unknown_body_passes_uncounted(message: ProcessingRequest, reason: str) -> None:
-    service = make_service(policy("p", {"routes": ["r"], "pathPrefix": "/"}), policy("q", {"routes": ["r"]}))
+def test_request_with_an_unknown_body_passes_uncounted(
+    message: ProcessingRequest, reason: str
+) -> None:
+    service = make_service(
+        policy("p", {"routes": ["r"], "pathPrefix": "/"}), policy("q", {"routes": ["r"]})
+    )
     message.attributes["envoy.filters.http.ext_proc"].update({"xds.route_name": "r"})
 
     replies = [exchange(service, message)[-1] for _ in range(4)]
 
-    assert all(reply.done and decoded(reply).WhichOneof("response") == "request_headers" for reply in replies)
+    assert all(
+        reply.done and decoded(reply).WhichOneof("response") == "request_headers"
+        for reply in replies
+    )
     assert sample(service, "uncounted_total", policy="q", reason=reason) == 4
 
 
@@ -215,18 +255,39 @@ _REPLACE = CommonResponse.CONTINUE_AND_REPLACE
         (headers("/watched", **_PARTIAL), False, CommonResponse.CONTINUE),
         (headers("/held", **_PARTIAL), True, _REPLACE),
         (headers("/unmatched", **_PARTIAL, end=True), True, CommonResponse.CONTINUE),
-        *((headers("/unmatched", mode=mode), True, CommonResponse.CONTINUE) for mode in ("BUFFERED", "STREAMED", "NONE", None)),
+        *(
+            (headers("/unmatched", mode=mode), True, CommonResponse.CONTINUE)
+            for mode in ("BUFFERED", "STREAMED", "NONE", None)
+        ),
     ],
 )
-def test_partly_buffered_body_is_replaced_where_no_policy_waits(message: ProcessingRequest, done: bool, status: int) -> None:
+def test_partly_buffered_body_is_replaced_where_no_policy_waits(
+    message: ProcessingRequest, done: bool, status: int
+) -> None:
     """Envoy would send it twice where it retries."""
     bodiless = [
-        policy(name, {"pathExact": f"/{name}"}, body="ignore", action=action, threshold_identical_requests=2)
-        for name, action in (("bodiless", "reject"), ("warned", "warn"), ("watched", "reject"), ("held", "throttle"))
+        policy(
+            name,
+            {"pathExact": f"/{name}"},
+            body="ignore",
+            action=action,
+            threshold_identical_requests=2,
+        )
+        for name, action in (
+            ("bodiless", "reject"),
+            ("warned", "warn"),
+            ("watched", "reject"),
+            ("held", "throttle"),
+        )
     ]
-    watching = [policy(f"{name}-too", {"pathExact": f"/{name}"}, mode="shadow") for name in ("watched", "held")]
+    watching = [
+        policy(f"{name}-too", {"pathExact": f"/{name}"}, mode="shadow")
+        for name in ("watched", "held")
+    ]
     service = make_service(*bodiless, *watching, policy("counted", {"pathPrefix": "/counted"}))
-    times = 2 if message.request_headers.headers.headers[1].raw_value in (b"/warned", b"/held") else 1
+    times = (
+        2 if message.request_headers.headers.headers[1].raw_value in (b"/warned", b"/held") else 1
+    )
 
     *_, (reply,) = [exchange(service, message) for _ in range(times)]
 
@@ -256,7 +317,9 @@ def test_buffer_limit_in_metadata_tells_cut_bodies_apart(told: str, whole: list[
         before = sample(service, "requests_total", policy="p", mode="enforce", action="allow")
         stream = Stream(service, [(BUFFER_LIMIT_METADATA, told)])
         receive(stream, headers(**_PARTIAL))
-        assert receive(stream, body(b"a" * size, end=False)).done  # nothing more is waited for in either case
+        assert receive(
+            stream, body(b"a" * size, end=False)
+        ).done  # nothing more is waited for in either case
         stream.close()
         if sample(service, "requests_total", policy="p", mode="enforce", action="allow") > before:
             counted.append(size)
@@ -271,13 +334,26 @@ def test_buffer_limit_in_metadata_tells_cut_bodies_apart(told: str, whole: list[
         ([headers(mode="BUFFERED"), body(b"abc", end=False)], ""),  # trailers follow
         ([headers(mode=None, content_length="3"), body(b"abc", end=False)], ""),
         ([headers(mode="BUFFERED_PARTIAL", content_length="3"), body(b"abc", end=False)], ""),
-        ([headers(mode="BUFFERED_PARTIAL", content_length="9"), body(b"abc", end=False)], "body_truncated"),
+        (
+            [headers(mode="BUFFERED_PARTIAL", content_length="9"), body(b"abc", end=False)],
+            "body_truncated",
+        ),
         ([headers(mode="BUFFERED_PARTIAL"), body(b"abc", end=False)], ""),  # trailers follow
         ([headers(mode="BUFFERED_PARTIAL"), body(b"a" * SMALLEST_LIMIT, end=False)], ""),
-        ([headers(mode="BUFFERED_PARTIAL"), body(b"a" * (SMALLEST_LIMIT + 1), end=False)], "body_truncated"),
+        (
+            [headers(mode="BUFFERED_PARTIAL"), body(b"a" * (SMALLEST_LIMIT + 1), end=False)],
+            "body_truncated",
+        ),
         ([headers(mode=None, content_length="-3"), body(b"abc", end=False)], "body_truncated"),
         ([headers(mode="STREAMED"), body(b"a", end=False), body(b"bc", end=False), body(b"")], ""),
-        ([headers(mode="STREAMED"), body(b"abc", end=False), ProcessingRequest(request_trailers=HttpTrailers())], ""),
+        (
+            [
+                headers(mode="STREAMED"),
+                body(b"abc", end=False),
+                ProcessingRequest(request_trailers=HttpTrailers()),
+            ],
+            "",
+        ),
         ([headers()], "aborted"),
         ([headers(mode="STREAMED"), body(b"a", end=False)], "aborted"),
         ([headers(mode=None)], "no_body_phase"),  # Envoy may send no bodies at all
@@ -290,32 +366,44 @@ def test_buffer_limit_in_metadata_tells_cut_bodies_apart(told: str, whole: list[
         ([headers(mode="STREAMED"), body(b"a", end=False), answered("413")], "too_large"),
     ],
 )
-def test_body_counts_exactly_when_it_is_whole(messages: list[ProcessingRequest], reason: str) -> None:
+def test_body_counts_exactly_when_it_is_whole(
+    messages: list[ProcessingRequest], reason: str
+) -> None:
     service = make_service(policy("p", ANY))
 
     replies = exchange(service, *messages)
 
-    unfinished = messages[-1].HasField("request_headers") or (reason == "aborted" and messages[-1].HasField("request_body"))
+    unfinished = messages[-1].HasField("request_headers") or (
+        reason == "aborted" and messages[-1].HasField("request_body")
+    )
     assert [reply.done for reply in replies] == [False] * (len(messages) - 1) + [not unfinished]
-    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == (not reason)
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == (
+        not reason
+    )
     assert list_uncounted(service) == ({reason: 1} if reason else {})
     assert sample(service, "streams_in_flight") == len(service.waiting) == 0
 
 
 def described(
-    *more: tuple[str, str], claims: dict[str, Any] | None = None, attributes: dict[str, str] | None = None
+    *more: tuple[str, str],
+    claims: dict[str, Any] | None = None,
+    attributes: dict[str, str] | None = None,
 ) -> ProcessingRequest:
     """A request with further headers, claims that Envoy has verified, and attributes."""
     message = headers(end=True, attributes=attributes)
     for name, value in more:
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     if claims is not None:
-        message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"payload": claims})
+        message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update(
+            {"payload": claims}
+        )
     return message
 
 
 TOKEN = ("authorization", "Bearer e30.eyJvcmdfaWQiOiAib3JnLWFiYyJ9.x")  # {"org_id": "org-abc"}
-MANY = [(f"x-{number}", "v") for number in range(MAX_HEADERS - 4)]  # beside the three of every request
+MANY = [
+    (f"x-{number}", "v") for number in range(MAX_HEADERS - 4)
+]  # beside the three of every request
 
 
 @pytest.mark.parametrize(
@@ -330,12 +418,25 @@ MANY = [(f"x-{number}", "v") for number in range(MAX_HEADERS - 4)]  # beside the
         (described(*MANY, ("x-a", "in time")), "x-a=in time"),
         (described(*MANY, ("x-more", "v"), ("x-a", "late")), ""),
     ],
-    ids=["claims", "address", "token", "unverified token", "both", "repeated", "last header", "header beyond the cap"],
+    ids=[
+        "claims",
+        "address",
+        "token",
+        "unverified token",
+        "both",
+        "repeated",
+        "last header",
+        "header beyond the cap",
+    ],
 )
-def test_descriptors_come_from_claims_address_and_headers(message: ProcessingRequest, descriptors: str) -> None:
+def test_descriptors_come_from_claims_address_and_headers(
+    message: ProcessingRequest, descriptors: str
+) -> None:
     """A bearer token is read only with --allow-unverified-jwt."""
     keys = ["jwt:org_id", "jwt:level", "ip:address", "header:x-a"]
-    unverified = any(header.key == "x-unverified" for header in message.request_headers.headers.headers)
+    unverified = any(
+        header.key == "x-unverified" for header in message.request_headers.headers.headers
+    )
     made = policy("p", ANY, limit_keys=keys, missing_descriptor="share")
     service = make_service(made, record=True, allow_unverified_jwt=unverified)
 
@@ -350,7 +451,10 @@ def test_shadow_policy_only_adds_metadata() -> None:
     answer = repeat(service, headers(end=True), times=3)
 
     shadow = {"shadow_action": "reject", "shadow_policy": "s", "shadow_count": 3}
-    named = {"shadow_fingerprint": write_crc32(crc32(b"POST|/||00000000")), "shadow_tenant": hash_tenant("")}
+    named = {
+        "shadow_fingerprint": write_crc32(crc32(b"POST|/||00000000")),
+        "shadow_tenant": hash_tenant(""),
+    }
     assert metadata_of(answer) == {**shadow, **named}
     answer.ClearField("dynamic_metadata")
     assert answer == decoded(exchange(make_service(policy("s", ANY)), headers(end=True))[-1])
@@ -361,7 +465,11 @@ def test_shadow_policy_only_adds_metadata() -> None:
 def test_local_window_finds_loops_while_the_store_is_down(later: bool) -> None:
     service = make_service(policy("p", ANY), store=FailingStore(later=later))
 
-    assert [status(decoded(exchange(service, headers(end=True))[-1])) for _ in range(3)] == [200, 200, 429]
+    assert [status(decoded(exchange(service, headers(end=True))[-1])) for _ in range(3)] == [
+        200,
+        200,
+        429,
+    ]
     assert sample(service, "store_errors_total", kind="connection") == 3
     assert sample(service, "fail_open_total", reason="store_error") == 3
 
@@ -371,21 +479,29 @@ def test_requests_are_refused_with_on_store_error_reject(later: bool) -> None:
     """Shadow policies are not asked."""
     store = FailingStore(later=later)
     enforcing, shadow = (
-        make_service(policy("p", ANY, mode=mode), store=store, on_store_error="reject") for mode in ("enforce", "shadow")
+        make_service(policy("p", ANY, mode=mode), store=store, on_store_error="reject")
+        for mode in ("enforce", "shadow")
     )
 
     answer = decoded(exchange(enforcing, headers(end=True))[-1])
     passed = decoded(exchange(shadow, headers(end=True))[-1])
 
-    assert (answer.immediate_response.status.code, answer.immediate_response.details) == (503, "store_unavailable")
+    assert (answer.immediate_response.status.code, answer.immediate_response.details) == (
+        503,
+        "store_unavailable",
+    )
     assert headers_of(answer)["X-Fairvisor-Reason"] == "store_unavailable"
     assert json.loads(answer.immediate_response.body)["error"]["code"] == "store_unavailable"
     assert passed.WhichOneof("response") == "request_headers"
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_internal_error_lets_the_request_pass(later: bool, caplog: pytest.LogCaptureFixture) -> None:
-    service = make_service(policy("p", ANY), store=FailingStore(error=RuntimeError("bug"), later=later))
+def test_internal_error_lets_the_request_pass(
+    later: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = make_service(
+        policy("p", ANY), store=FailingStore(error=RuntimeError("bug"), later=later)
+    )
 
     (reply,) = exchange(service, headers(end=True))
 
@@ -405,7 +521,10 @@ def test_request_sees_one_set_of_policies() -> None:
     stream.close()
     exchange(service, headers(), body(b"x"))
 
-    counted = {name: sample(service, "requests_total", policy=name, mode="enforce", action="allow") for name in ("old", "new")}
+    counted = {
+        name: sample(service, "requests_total", policy=name, mode="enforce", action="allow")
+        for name in ("old", "new")
+    }
     assert counted == {"old": 1, "new": 1}
 
 
@@ -437,7 +556,9 @@ def test_detections_are_logged_without_descriptor_values(caplog: pytest.LogCaptu
         caplog.clear()
         service = make_service(policy("p", ANY, limit_keys=["header:x-a"]), show_callers=shown)
         repeat(service, headers(end=True, x_a="secret"), times=times)
-        return [vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING]
+        return [
+            vars(record)["fields"] for record in caplog.records if record.levelno == logging.WARNING
+        ]
 
     (line,) = lines(shown=False, times=3)
     assert (line["policy"], line["action"], line["count"]) == ("p", "reject", 3)
@@ -459,17 +580,41 @@ def test_observed_requests_are_never_held() -> None:
 RAW = st.binary(max_size=12)
 HEADER = st.tuples(
     st.sampled_from(
-        [":method", ":path", ":authority", "content-type", "content-length", "upgrade", "authorization", "x-a", ""]
+        [
+            ":method",
+            ":path",
+            ":authority",
+            "content-type",
+            "content-length",
+            "upgrade",
+            "authorization",
+            "x-a",
+            "",
+        ]
     ),
     RAW
-    | st.sampled_from([b"/", b"/?a=%00&b", b"POST", b"CONNECT", b"application/grpc", b"99999999999999999999", b"Bearer a.b.c"]),
+    | st.sampled_from(
+        [
+            b"/",
+            b"/?a=%00&b",
+            b"POST",
+            b"CONNECT",
+            b"application/grpc",
+            b"99999999999999999999",
+            b"Bearer a.b.c",
+        ]
+    ),
 )
 
 
 @st.composite
 def processing_requests(draw: st.DrawFn) -> ProcessingRequest:
     message = ProcessingRequest()
-    kind = draw(st.sampled_from([*[field.name for field in ProcessingRequest.DESCRIPTOR.oneofs[0].fields], None]))
+    kind = draw(
+        st.sampled_from(
+            [*[field.name for field in ProcessingRequest.DESCRIPTOR.oneofs[0].fields], None]
+        )
+    )
     if kind is not None:
         part = getattr(message, kind)
         part.SetInParent()
@@ -485,13 +630,22 @@ def processing_requests(draw: st.DrawFn) -> ProcessingRequest:
         message.protocol_config.request_body_mode = draw(st.sampled_from([*MODES.values(), 99]))  # type: ignore[assignment]
     if draw(st.booleans()):
         odd = draw(st.text(max_size=5) | st.floats() | st.booleans() | st.none())
-        message.attributes["envoy.filters.http.ext_proc"].update({"source.address": odd, "xds.route_name": odd})
-        message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update({"p": {"a": odd}, "q": odd})
+        message.attributes["envoy.filters.http.ext_proc"].update(
+            {"source.address": odd, "xds.route_name": odd}
+        )
+        message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].update(
+            {"p": {"a": odd}, "q": odd}
+        )
     return message
 
 
 FUZZED = [
-    policy("r", ANY, limit_keys=["jwt:a", "header:x-a", "query:a", "ip:address"], threshold_identical_requests=2),
+    policy(
+        "r",
+        ANY,
+        limit_keys=["jwt:a", "header:x-a", "query:a", "ip:address"],
+        threshold_identical_requests=2,
+    ),
     policy("t", ANY, action="throttle", body="ignore", threshold_identical_requests=2),
     policy("s", {"routes": ["x"]}, mode="shadow", window_type="sliding_log"),
 ]
@@ -501,11 +655,16 @@ FUZZED = [
 @given(messages=st.lists(processing_requests(), max_size=6))
 @example(messages=[ProcessingRequest()])
 @hypothesis_settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=examples(150)
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=examples(150),
 )
-def test_any_sequence_of_messages_is_answered(messages: list[ProcessingRequest], later: bool) -> None:
+def test_any_sequence_of_messages_is_answered(
+    messages: list[ProcessingRequest], later: bool
+) -> None:
     """Every message gets one answer of its own phase, or a refusal; a message of no phase ends the stream."""
-    service = make_service(*FUZZED, store=FailingStore("never", later=later), allow_unverified_jwt=True, record=True)
+    service = make_service(
+        *FUZZED, store=FailingStore("never", later=later), allow_unverified_jwt=True, record=True
+    )
 
     for message, reply in zip(messages, exchange(service, *messages), strict=False):
         kind = message.WhichOneof("request")

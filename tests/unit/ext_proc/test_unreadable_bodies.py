@@ -11,7 +11,14 @@ import pytest
 
 from extproc.ext_proc.service import Service
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, headers_of, list_uncounted, make_service, sample
+from tests.support.service import (
+    decoded,
+    exchange,
+    headers_of,
+    list_uncounted,
+    make_service,
+    sample,
+)
 from tests.support.turn_writers import PATHS, SHAPES, Did
 
 FILES: list[dict[str, Any]] = [
@@ -19,7 +26,12 @@ FILES: list[dict[str, Any]] = [
     {"type": "document", "source": {"type": "text", "data": "x"}},
     {"type": "made_up", "value": {"a": ["b"]}},
 ]
-SPELLED = {"bad byte": b'"a\xffb"', "half of a pair": b'"\\ud83d"', "wide number": b"9" * 700, "power": b"1e999"}
+SPELLED = {
+    "bad byte": b'"a\xffb"',
+    "half of a pair": b'"\\ud83d"',
+    "wide number": b"9" * 700,
+    "power": b"1e999",
+}
 WRONG = [*[f"@{name}@" for name in SPELLED], "", None, 1.5, [], {}, [1], [None], {"a": 1}]
 _TURNS = cycle(WRONG[1:])
 TURN = Did((("run", {"cmd": "ls", "n": 1.5}),), ("Error: no such file",), "again", "hm")
@@ -38,7 +50,11 @@ def _write(shape: str) -> dict[str, Any]:
                 if block.get("type") == "tool_result":
                     block["content"] = [{"type": "text", "text": block["content"]}, *FILES]
             message[inner] = said + FILES
-    return made | {"system": [{"text": "s"}], "tools": [{"name": "run"}], "metadata": {"user_id": "u"}}
+    return made | {
+        "system": [{"text": "s"}],
+        "tools": [{"name": "run"}],
+        "metadata": {"user_id": "u"},
+    }
 
 
 def _mutate(value: Any) -> Iterator[Any]:  # noqa: ANN401  # of JSON
@@ -52,7 +68,9 @@ def _mutate(value: Any) -> Iterator[Any]:  # noqa: ANN401  # of JSON
             yield from [value | {key: changed} for changed in _mutate(inner)]
     elif isinstance(value, list):
         for place, inner in enumerate(value):
-            yield from [[*value[:place], changed, *value[place + 1 :]] for changed in _mutate(inner)]
+            yield from [
+                [*value[:place], changed, *value[place + 1 :]] for changed in _mutate(inner)
+            ]
 
 
 def _spell(value: Any) -> bytes:  # noqa: ANN401  # of JSON
@@ -65,12 +83,25 @@ def _spell(value: Any) -> bytes:  # noqa: ANN401  # of JSON
 def _policies(uncountable: str) -> list[dict[str, Any]]:
     rule = {"name": "r", "limit_keys": ["header:x-user"], "algorithm": "token_bucket_llm"}
     readers: dict[str, dict[str, Any]] = {
-        name: {"loop_detection": {"enabled": True, "window_seconds": 60, "similarity": name, "threshold_identical_requests": 8}}
+        name: {
+            "loop_detection": {
+                "enabled": True,
+                "window_seconds": 60,
+                "similarity": name,
+                "threshold_identical_requests": 8,
+            }
+        }
         for name in ("turns", "canonical", "tail", "tool_calls", "mcp")
     }
     readers["session_limits"] = {"session_limits": {"max_steps": 9_000, "max_tool_calls": 9_000}}
-    readers["budgets"] = {"rules": [{**rule, "algorithm_config": {"tokens_per_minute": 1_000_000_000}}]}
-    common = {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-user"], "uncountable": uncountable}
+    readers["budgets"] = {
+        "rules": [{**rule, "algorithm_config": {"tokens_per_minute": 1_000_000_000}}]
+    }
+    common = {
+        "selector": {"pathPrefix": "/"},
+        "limit_keys": ["header:x-user"],
+        "uncountable": uncountable,
+    }
     return [{"id": name, "spec": {**common, **spec}} for name, spec in readers.items()]
 
 
@@ -83,7 +114,11 @@ def _sum_uncounted(service: Service) -> dict[str, float]:
 
 def _refused_for(service: Service, path: str, data: bytes, user: str = "u") -> str:
     answer = decoded(exchange(service, headers(path, x_user=user), body(data))[-1])
-    return headers_of(answer).get("X-Fairvisor-Reason", "") if answer.HasField("immediate_response") else ""
+    return (
+        headers_of(answer).get("X-Fairvisor-Reason", "")
+        if answer.HasField("immediate_response")
+        else ""
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +128,9 @@ def test_wrong_value_is_counted_or_has_a_reason(shape: str) -> None:
     lenient, strict = make_service(*_policies("allow")), make_service(*_policies("reject"))
     for number, value in enumerate(_mutate(_write(shape))):
         data, before = _spell(value), _sum_uncounted(lenient)
-        refused = [_refused_for(service, PATHS[shape], data, f"u{number}") for service in (lenient, strict)]
+        refused = [
+            _refused_for(service, PATHS[shape], data, f"u{number}") for service in (lenient, strict)
+        ]
 
         assert refused == ["", "" if _sum_uncounted(lenient) == before else "uncountable"], data
         assert sample(lenient, "fail_open_total", reason="internal_error") == 0, data
@@ -104,10 +141,15 @@ def test_wrong_value_is_counted_or_has_a_reason(shape: str) -> None:
 def test_loop_with_a_binary_file_is_uncounted(file: int, uncountable: str) -> None:
     said = [{"type": "text", "text": "x"}, FILES[file] | {"more": "@bad byte@"}]
     call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
-    turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": said}]
+    turn = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": said},
+    ]
     service = make_service(_policies(uncountable)[0])
 
-    refused = _refused_for(service, PATHS["chat"], _spell({"messages": [{"role": "user", "content": "x"}, *turn * 7]}))
+    refused = _refused_for(
+        service, PATHS["chat"], _spell({"messages": [{"role": "user", "content": "x"}, *turn * 7]})
+    )
 
     assert refused == ("uncountable" if uncountable == "reject" else "")
     assert _sum_uncounted(service) == {"not_json": 1}
@@ -119,14 +161,21 @@ def test_history_may_begin_with_the_assistant(reader: str) -> None:
     service = make_service(*[each for each in _policies("reject") if each["id"] == reader])
     user, assistant = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
 
-    for said in ([user], [assistant], [assistant, user | {"content": "y"}], [user, assistant | {"content": "y"}]):
+    for said in (
+        [user],
+        [assistant],
+        [assistant, user | {"content": "y"}],
+        [user, assistant | {"content": "y"}],
+    ):
         assert _refused_for(service, PATHS["chat"], _spell({"messages": said})) == ""
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
 @pytest.mark.sources  # compiled classes keep their methods
 @pytest.mark.parametrize("mode", ["enforce", "shadow"])
-def test_error_while_reading_leaves_the_request_uncounted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_while_reading_leaves_the_request_uncounted(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("extproc.detectors.canonical.Canonical.compare", None)
     policy = _policies("reject")[1]
     policy["spec"]["mode"] = mode
@@ -136,4 +185,11 @@ def test_error_while_reading_leaves_the_request_uncounted(mode: str, monkeypatch
 
     assert refused == ("uncountable" if mode == "enforce" else "")
     assert _sum_uncounted(service) == {"unreadable": 1}
-    assert sample(service, "fail_open_total", reason="internal_error" if mode == "enforce" else "shadow_error") == 1
+    assert (
+        sample(
+            service,
+            "fail_open_total",
+            reason="internal_error" if mode == "enforce" else "shadow_error",
+        )
+        == 1
+    )

@@ -17,13 +17,26 @@ from tests.support.messages import ATTRIBUTES, body, headers
 from tests.support.protobuf import field
 
 
-def lengthy(numbers: st.SearchStrategy[int], contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+def lengthy(
+    numbers: st.SearchStrategy[int], contents: st.SearchStrategy[bytes]
+) -> st.SearchStrategy[bytes]:
     return st.builds(field, numbers, contents, st.sampled_from([0, 0, 0, 1, 3, 9]))
 
 
 JUNK = st.one_of(
     st.binary(max_size=3),
-    st.sampled_from([b"\x10\x00", b"\x10\x01", b"\x18\x02", b"\x78\x07", b"\x0b\x0c", b"\x0b", b"\x0c", b"\xa2\x00"]),
+    st.sampled_from(
+        [
+            b"\x10\x00",
+            b"\x10\x01",
+            b"\x18\x02",
+            b"\x78\x07",
+            b"\x0b\x0c",
+            b"\x0b",
+            b"\x0c",
+            b"\xa2\x00",
+        ]
+    ),
     lengthy(st.integers(1, 15), st.binary(max_size=4)),
 )
 
@@ -54,18 +67,37 @@ FACTS.metadata_context.filter_metadata["m"].update({"claim": 7})
 FACTS.ClearField("request_headers")
 BESIDE = st.sampled_from([b"", b"\x42\x00", FACTS.SerializeToString()])
 OBSERVED = st.sampled_from([b"", b"\x50\x01"])
-CONFIG = st.sampled_from([b"", b"\x5a\x02\x08\x02", b"\x5a\x02\x10\x04", b"\x5a\x04\x08\x04\x10\x04"])
+CONFIG = st.sampled_from(
+    [b"", b"\x5a\x02\x08\x02", b"\x5a\x02\x10\x04", b"\x5a\x04\x08\x04\x10\x04"]
+)
 USUAL = usual(HEADERS | BODIES, BESIDE, OBSERVED, CONFIG)
 
 # And what Envoy never sends.
-WILD_HEADER = lengthy(st.just(1), fields(lengthy(st.sampled_from([1, 2, 3]), NAME | st.just(b"\xed\xa0\x80")), JUNK))
-WILD_HEADERS = lengthy(st.sampled_from([2, 2, 3]), fields(lengthy(st.just(1), fields(HEADER, WILD_HEADER)), HEADERS_END, JUNK))
-WILD_BODY = lengthy(st.sampled_from([4, 4, 5, 6]), fields(BODY, lengthy(st.just(1), st.binary(max_size=9)), BODY_END, JUNK))
+WILD_HEADER = lengthy(
+    st.just(1), fields(lengthy(st.sampled_from([1, 2, 3]), NAME | st.just(b"\xed\xa0\x80")), JUNK)
+)
+WILD_HEADERS = lengthy(
+    st.sampled_from([2, 2, 3]),
+    fields(lengthy(st.just(1), fields(HEADER, WILD_HEADER)), HEADERS_END, JUNK),
+)
+WILD_BODY = lengthy(
+    st.sampled_from([4, 4, 5, 6]),
+    fields(BODY, lengthy(st.just(1), st.binary(max_size=9)), BODY_END, JUNK),
+)
 WILD_BESIDE = st.one_of(
     st.sampled_from(
-        [b"\x50\x00", b"\x50\x80\x01", b"\x5a\x00", b"\x5a\x02\x08\x00", b"\x5a\x04\x08\x02\x18\x01", b"\x5a\x03\x08\x02\x10"]
+        [
+            b"\x50\x00",
+            b"\x50\x80\x01",
+            b"\x5a\x00",
+            b"\x5a\x02\x08\x00",
+            b"\x5a\x04\x08\x02\x18\x01",
+            b"\x5a\x03\x08\x02\x10",
+        ]
     ),
-    st.sampled_from([b"\x5a\x02\x08\x05", b"\x5a\x03\x08\x82\x01", b"\xc2\x01\x01x", b"\x49", b"\x62\x01x"]),
+    st.sampled_from(
+        [b"\x5a\x02\x08\x05", b"\x5a\x03\x08\x82\x01", b"\xc2\x01\x01x", b"\x49", b"\x62\x01x"]
+    ),
     lengthy(st.sampled_from([8, 9, 11, 12]), st.binary(max_size=3)),
 )
 WILD = st.one_of(HEADERS, BODIES, WILD_HEADERS, WILD_BODY, BESIDE, WILD_BESIDE, JUNK)
@@ -101,7 +133,10 @@ def read_by_protobuf(data: bytes) -> Reading | None:
         message.request_body.body,
         kind.endswith("_trailers") or getattr(said, "end_of_stream", False),
         message.observability_mode,
-        (modes.request_body_mode if message.HasField("protocol_config") else BODY_UNTOLD, modes.response_body_mode),
+        (
+            modes.request_body_mode if message.HasField("protocol_config") else BODY_UNTOLD,
+            modes.response_body_mode,
+        ),
         attributes["xds.route_name"].string_value if "xds.route_name" in attributes else None,
         list_beside(message),
     )
@@ -111,7 +146,10 @@ def read_by_hand(data: bytes) -> Reading | None:
     """What our parser reads in them; fields beside headers and body may be refused when they are read."""
     try:
         message = parse_message(data)
-        route, beside = message.read_attribute("xds.route_name"), list_beside(message.parse_beside())
+        route, beside = (
+            message.read_attribute("xds.route_name"),
+            list_beside(message.parse_beside()),
+        )
     except DecodeError:
         return None
     said = message.kind, message.headers, bytes(message.body), message.ended, message.observed
@@ -137,7 +175,11 @@ def test_any_message_is_read_as_by_protobuf(data: bytes) -> None:
 
 # A message of each kind, with what Envoy sends beside it.
 WHOLE = [
-    field(2, field(1, field(1, field(1, b"a") + field(3, b"1")) + field(1, field(1, b"b"))) + b"\x18\x01")
+    field(
+        2,
+        field(1, field(1, field(1, b"a") + field(3, b"1")) + field(1, field(1, b"b")))
+        + b"\x18\x01",
+    )
     + b"\x42\x00"
     + field(9, field(1, b"a"))
     + b"\x50\x01\x5a\x02\x08\x02",
@@ -149,19 +191,28 @@ WHOLE = [
 def test_damaged_message_is_read_as_by_protobuf(whole: bytes) -> None:
     """Cut off behind any byte, and with any value of any single byte."""
     for place in range(len(whole) + 1):
-        damaged = [whole[:place], *(whole[:place] + bytes([value]) + whole[place + 1 :] for value in range(256))]
-        assert [read_by_hand(data) for data in damaged] == [read_by_protobuf(data) for data in damaged]
+        damaged = [
+            whole[:place],
+            *(whole[:place] + bytes([value]) + whole[place + 1 :] for value in range(256)),
+        ]
+        assert [read_by_hand(data) for data in damaged] == [
+            read_by_protobuf(data) for data in damaged
+        ]
 
 
 @pytest.mark.sources  # what compiled code refers to stays as it is
 @pytest.mark.parametrize("whole", WHOLE, ids=["headers", "body"])
-def test_usual_messages_are_not_parsed_by_protobuf(whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_messages_are_not_parsed_by_protobuf(
+    whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "ProcessingRequest", None)
 
     assert parse_message(whole).read_attribute("never.asked.for") is None
 
 
-@pytest.mark.parametrize("beside", [b"", *[field(number, field(1, b"o" * 1_000)) for number in (8, 9)]])
+@pytest.mark.parametrize(
+    "beside", [b"", *[field(number, field(1, b"o" * 1_000)) for number in (8, 9)]]
+)
 def test_large_bodies_are_not_copied(beside: bytes) -> None:
     data = body(b"x" * 1_000_000).SerializeToString() + beside
 

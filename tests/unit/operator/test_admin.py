@@ -30,7 +30,15 @@ from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
 from extproc.operator.admin import server as admin_server
 from extproc.operator.admin.client import AdminClient, find_admin
-from extproc.operator.admin.pages import MAX_BODY, Page, is_near, make_app, read_json, route_page, send_page
+from extproc.operator.admin.pages import (
+    MAX_BODY,
+    Page,
+    is_near,
+    make_app,
+    read_json,
+    route_page,
+    send_page,
+)
 from extproc.operator.admin.server import AdminServer
 from extproc.server import Server
 from extproc.settings import Settings, parse_address
@@ -60,7 +68,9 @@ def _has_ipv6() -> bool:
 IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
-def ask(port: int, path: str, method: str = "GET", data: bytes | None = None) -> tuple[int, dict[str, str], str]:
+def ask(
+    port: int, path: str, method: str = "GET", data: bytes | None = None
+) -> tuple[int, dict[str, str], str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request(method, path, data)
@@ -95,11 +105,34 @@ def serving(admin: AdminServer, socket_path: str = "") -> Iterator[int]:
 
 
 FAR_HOSTS = [
-    "evil.example", "evil.example:9900", "localhost.evil.example", "192.0.2.7:9900", "[2001:db8::1]", "[::1", "::1",
-    "[::1].evil.example", "[::1]:9900:1", "localhost:evil", ":9900", "[]", "127.0.0.1.evil",
-]  # fmt: skip
-NEAR_HOSTS = ["localhost", "localhost:9900", "LOCALHOST", "127.0.0.1", "127.8.8.8:9900", "[::1]", "[::1]:9900", ""]
-HOSTS = {**dict.fromkeys([*NEAR_HOSTS, "[::ffff:127.0.0.1]:9900"], True), **dict.fromkeys(FAR_HOSTS, False)}
+    "evil.example",
+    "evil.example:9900",
+    "localhost.evil.example",
+    "192.0.2.7:9900",
+    "[2001:db8::1]",
+    "[::1",
+    "::1",
+    "[::1].evil.example",
+    "[::1]:9900:1",
+    "localhost:evil",
+    ":9900",
+    "[]",
+    "127.0.0.1.evil",
+]
+NEAR_HOSTS = [
+    "localhost",
+    "localhost:9900",
+    "LOCALHOST",
+    "127.0.0.1",
+    "127.8.8.8:9900",
+    "[::1]",
+    "[::1]:9900",
+    "",
+]
+HOSTS = {
+    **dict.fromkeys([*NEAR_HOSTS, "[::ffff:127.0.0.1]:9900"], True),
+    **dict.fromkeys(FAR_HOSTS, False),
+}
 
 
 @pytest.mark.parametrize(("host", "near"), HOSTS.items())
@@ -126,7 +159,10 @@ def test_metrics_have_exactly_the_documented_names_and_labels() -> None:
 @given(st.lists(st.floats(0, 2) | st.sampled_from([0.000025, 0.001, 1.0]), max_size=20))
 def test_histograms_are_exposed_like_the_prometheus_clients_own(values: list[float]) -> None:
     metrics, registry = Metrics(), CollectorRegistry()
-    bounds, text = metrics.decision_seconds.bounds, "Time from message to answer, without delays by throttle"
+    bounds, text = (
+        metrics.decision_seconds.bounds,
+        "Time from message to answer, without delays by throttle",
+    )
     theirs = Histogram("loopguard_decision_seconds", text, buckets=bounds, registry=registry)
     for value in values:
         metrics.decision_seconds.observe(value)
@@ -141,10 +177,16 @@ def test_pages_have_their_status_and_errors_a_reason() -> None:
     metrics = Metrics()
     metrics.decisions["p", "enforce", "reject"] = 1
     with serving(make_admin(DOWN, BROKEN, metrics=metrics)) as port:
-        wrong, down, broken, good = (ask(port, path) for path in ("/", "/down", "/broken", "/metrics?x=1"))
+        wrong, down, broken, good = (
+            ask(port, path) for path in ("/", "/down", "/broken", "/metrics?x=1")
+        )
 
     assert (wrong[0], wrong[2]) == (404, "not found; available: /metrics, /down, /broken\n")
-    assert (down[0], json.loads(down[2]), down[1]["content-type"]) == (503, {"error": "no store"}, "application/json")
+    assert (down[0], json.loads(down[2]), down[1]["content-type"]) == (
+        503,
+        {"error": "no store"},
+        "application/json",
+    )
     assert (broken[0], json.loads(broken[2])) == (500, {"error": "too deep"})
     assert (good[0], good[1]["content-type"].partition("=")[0]) == (200, "text/plain; version")
     assert 'loopguard_requests_total{action="reject",mode="enforce",policy="p"} 1.0\n' in good[2]
@@ -152,7 +194,9 @@ def test_pages_have_their_status_and_errors_a_reason() -> None:
 
 def test_longest_silent_client_is_dropped_above_the_bound() -> None:
     with serving(make_admin()) as port, ExitStack() as clients:
-        silent = [clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)]
+        silent = [
+            clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)
+        ]
 
         assert ask(port, "/metrics")[0] == 200
         assert silent[0].recv(1) == b""
@@ -191,7 +235,9 @@ async def _echo(request: Request) -> Response:
         ("PUT", b"", 405, {"error": "Method Not Allowed"}),
     ],
 )
-def test_request_body_is_json_of_bounded_length(method: str, data: bytes, status: int, document: dict[str, Any]) -> None:
+def test_request_body_is_json_of_bounded_length(
+    method: str, data: bytes, status: int, document: dict[str, Any]
+) -> None:
     with serving(make_admin(Route("/echo", _echo, methods=["POST"]))) as port:
         answer = ask(port, "/echo", method, data)
 
@@ -200,7 +246,9 @@ def test_request_body_is_json_of_bounded_length(method: str, data: bytes, status
 
 def test_unix_socket_has_the_endpoints_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
-    with serving(make_admin(route_page("/p", lambda: Page(HTTPStatus.OK, {"a": 1}))), str(path)) as port:
+    with serving(
+        make_admin(route_page("/p", lambda: Page(HTTPStatus.OK, {"a": 1}))), str(path)
+    ) as port:
         client = AdminClient(f"unix:{path}")
         answers = [client.ask("/p"), json.loads(ask(port, "/p")[2])]
         client.close()
@@ -209,7 +257,9 @@ def test_unix_socket_has_the_endpoints_for_its_owner(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:0", pytest.param("[::1]:0", marks=IPV6), pytest.param(":0", marks=IPV6)])
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:0", pytest.param("[::1]:0", marks=IPV6), pytest.param(":0", marks=IPV6)]
+)
 def test_server_listens_on_ipv4_ipv6_and_all_interfaces(text: str) -> None:
     admin = make_admin()
 
@@ -229,7 +279,10 @@ def test_address_that_cannot_be_used_is_one_error(tmp_path: Path) -> None:
         admin.start(parse_address("127.0.0.1:0"), missing)
     admin.stop()
 
-    assert str(in_use.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --admin"
+    assert (
+        str(in_use.value)
+        == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --admin"
+    )
     problem = "No such file or directory; choose another with --admin-socket"
     assert str(nowhere.value) == f"cannot listen on unix:{missing}: {problem}"
 
@@ -256,7 +309,9 @@ def test_client_reports_each_failure_in_one_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "http://h/policies", "unix:admin.sock", ""])
+@pytest.mark.parametrize(
+    "url", ["ftp://h", "http://", "http://h:port", "http://h/policies", "unix:admin.sock", ""]
+)
 def test_malformed_admin_url_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="--admin must be"):
         AdminClient(url)
@@ -271,7 +326,10 @@ def test_malformed_admin_url_is_a_usage_error(url: str) -> None:
         ({"LOOPGUARD_ADMIN": "0.0.0.0:8000"}, "http://127.0.0.1:8000"),
         ({"LOOPGUARD_ADMIN": ":8000"}, "http://127.0.0.1:8000"),
         ({"LOOPGUARD_ADMIN": "[::1]:8000"}, "http://[::1]:8000"),
-        ({"LOOPGUARD_ADMIN": "10.0.0.1:8000", "LOOPGUARD_ADMIN_SOCKET": "/run/a.sock"}, "unix:/run/a.sock"),
+        (
+            {"LOOPGUARD_ADMIN": "10.0.0.1:8000", "LOOPGUARD_ADMIN_SOCKET": "/run/a.sock"},
+            "unix:/run/a.sock",
+        ),
     ],
 )
 def test_environment_names_the_local_server(environ: dict[str, str], expected: str) -> None:
@@ -280,13 +338,22 @@ def test_environment_names_the_local_server(environ: dict[str, str], expected: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", deepen(["extproc.cli.main", "extproc.ext_proc.stream", "extproc.transport.fast"], "extproc.cli.main")
+    "module",
+    deepen(
+        ["extproc.cli.main", "extproc.ext_proc.stream", "extproc.transport.fast"],
+        "extproc.cli.main",
+    ),
 )
 def test_requests_and_commands_do_not_import_the_web_server(module: str) -> None:
     heavy = "{'starlette', 'uvicorn', 'httpx', 'jinja2', 'rich', 'cloudevents'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
 
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 # Pages of the server
@@ -312,14 +379,20 @@ class Made:
         return answer.status_code, answer.json()
 
     def read_metric(self, name: str) -> list[str]:
-        return [line for line in self._client.get("/metrics").text.splitlines() if line.startswith(f"loopguard_{name}")]
+        return [
+            line
+            for line in self._client.get("/metrics").text.splitlines()
+            if line.startswith(f"loopguard_{name}")
+        ]
 
 
 def test_server_is_ready_from_serving_until_draining(tmp_path: Path) -> None:
     """Also while its store is away, which is a detail beside the parts that are not enforced."""
     starting = Made(tmp_path, bundle(GUARD)).ask("/readyz")
     write_policies(tmp_path, bundle({"id": "p", "spec": GUARD["spec"] | {"labels": ["ip:tor"]}}))
-    running = Loopguard(tmp_path, "--store", "redis://127.0.0.1:1", "--allow-unenforced", "--drain-delay", "60")
+    running = Loopguard(
+        tmp_path, "--store", "redis://127.0.0.1:1", "--allow-unenforced", "--drain-delay", "60"
+    )
     try:
         ready = running.ask("/readyz")
         write_policies(tmp_path, bundle(GUARD))
@@ -338,7 +411,9 @@ def test_server_is_ready_from_serving_until_draining(tmp_path: Path) -> None:
     assert draining["status"] == "draining"
 
 
-def test_healthz_fails_when_the_event_loop_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthz_fails_when_the_event_loop_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, now = Made(tmp_path, bundle(GUARD)), time.monotonic
     before = made.ask("/healthz")
     monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
@@ -348,20 +423,29 @@ def test_healthz_fails_when_the_event_loop_stalls(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("shadow", "mode"), [(False, "enforce"), (True, "shadow")])
-def test_policies_page_shows_files_hashes_and_modes(tmp_path: Path, shadow: bool, mode: str) -> None:
+def test_policies_page_shows_files_hashes_and_modes(
+    tmp_path: Path, shadow: bool, mode: str
+) -> None:
     document = bundle(GUARD, expires_at="2999-01-01T00:00:00Z")
     _, page = Made(tmp_path, document, shadow=shadow).ask("/policies")
 
     (file,) = page["files"]
     assert page["modes"] == {"p": mode}
     assert '"bundle_version": 1,' in json.dumps(page)
-    assert (file["bundle_version"], file["expires_at"], len(file["sha256"])) == (1, "2999-01-01T00:00:00+00:00", 64)
+    assert (file["bundle_version"], file["expires_at"], len(file["sha256"])) == (
+        1,
+        "2999-01-01T00:00:00+00:00",
+        64,
+    )
     assert file["policies"] == [GUARD]
 
 
 def test_unenforced_parts_are_on_pages_and_in_metrics(tmp_path: Path) -> None:
     more = {"rules": [RULE | {"limit_keys": ["ip:asn", "ua:bot"]}], "labels": ["ip:tor"]}
-    document = bundle({"id": "p", "spec": GUARD["spec"] | more}, kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}])
+    document = bundle(
+        {"id": "p", "spec": GUARD["spec"] | more},
+        kill_switches=[{"scope_key": "ua:bot", "scope_value": "x"}],
+    )
     made = Made(tmp_path, document, allow_unenforced=True)
     idle = RULE | {"match": {"ip:country": "de"}}
     route = {"id": "route", "spec": {"loop_detection": {"enabled": False}, "fallback_limit": idle}}

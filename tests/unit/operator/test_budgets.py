@@ -53,7 +53,9 @@ def use_up(made: Operated, times: int) -> str:
 
 
 def test_tightest_budget_is_listed_first() -> None:
-    made = operate(limited(daily(keys=["header:x-user"]), daily(4, "small", keys=["header:x-team"])))
+    made = operate(
+        limited(daily(keys=["header:x-user"]), daily(4, "small", keys=["header:x-team"]))
+    )
     for _ in range(5):
         ask(made.service, x_user="ann", x_team="red")
     ask(made.service, x_user="bob", x_team="blue")
@@ -61,16 +63,34 @@ def test_tightest_budget_is_listed_first() -> None:
     report = made.ask("/budgets")
     first, second, third, fourth = report["budgets"]
 
-    assert pick(first, "rule", "limit", "used", "left", "used_percent", "refused") == ["small", 4, 4, 0, 100.0, 1]
+    assert pick(first, "rule", "limit", "used", "left", "used_percent", "refused") == [
+        "small",
+        4,
+        4,
+        0,
+        100.0,
+        1,
+    ]
     assert first["descriptors"] == {"x-team": "red"}
-    assert (
-        first["commands"]["free"] == f"loopguard grant --caller {first['caller']} --policy p --budget small --amount 5 --for 1d"
+    assert first["commands"]["free"] == (
+        f"loopguard grant --caller {first['caller']} --policy p --budget small --amount 5 --for 1d"
     )
     assert 0 < first["reset_seconds"] <= 86_400
-    assert pick(second, "rule", "used", "descriptors", "stage") == ["daily", 4, {"x-user": "ann"}, None]
+    assert pick(second, "rule", "used", "descriptors", "stage") == [
+        "daily",
+        4,
+        {"x-user": "ann"},
+        None,
+    ]
     assert pick(third, "rule", "used") == ["small", 1]
     assert pick(fourth, "rule", "used") == ["daily", 1]
-    assert report["total"] == {"budgets": 4, "callers": 4, "used_up": 1, "open_breakers": 0, "refused": 1}
+    assert report["total"] == {
+        "budgets": 4,
+        "callers": 4,
+        "used_up": 1,
+        "open_breakers": 0,
+        "refused": 1,
+    }
     assert list_budgets(made, host="evil.example")[0]["descriptors"] is None
     assert len(list_budgets(made, limit=1)) == 1
 
@@ -96,7 +116,12 @@ def test_replicas_add_up_one_row() -> None:
 
 
 def test_refused_and_settled_amounts_are_not_used() -> None:
-    loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "action": "reject"}
+    loop = {
+        "enabled": True,
+        "window_seconds": 60,
+        "threshold_identical_requests": 2,
+        "action": "reject",
+    }
     made = operate(limited(daily(), loop_detection=loop))
     for _ in range(5):
         ask(made.service)
@@ -105,7 +130,14 @@ def test_refused_and_settled_amounts_are_not_used() -> None:
     budget, settlement = made.service.engine.plans[0].budget, kept.make_credit(500_000)
     assert budget is not None
 
-    settled = Settled(settlement, "p", "enforce", tenant=kept.tenant, rule="daily", limit=budget.guard.rules[0].limits[0])
+    settled = Settled(
+        settlement,
+        "p",
+        "enforce",
+        tenant=kept.tenant,
+        rule="daily",
+        limit=budget.guard.rules[0].limits[0],
+    )
     made.service.reporter.budgets.settle(settled, settlement, time.time(), estimated=False)
 
     assert row["used"] == 1
@@ -131,7 +163,12 @@ def test_open_breaker_is_first_and_has_a_release() -> None:
 
     first, second = list_budgets(made)
 
-    assert pick(first, "rule", "open", "reset_seconds", "refused") == ["circuit_breaker", True, None, 2]
+    assert pick(first, "rule", "open", "reset_seconds", "refused") == [
+        "circuit_breaker",
+        True,
+        None,
+        2,
+    ]
     assert first["commands"] == {"free": f"loopguard release --caller {first['caller']} --policy p"}
     assert second["commands"] == {}
 
@@ -171,7 +208,13 @@ def test_same_event_is_sent_once_a_minute() -> None:
     assert look(2, 2) == []
     assert look(1, 3) == [("budget_refused", "a")]
     (_, _, told) = sent[0]
-    assert [told[name] for name in ("rule", "limit", "left", "refused", "caller")] == ["daily", 4, 0, 1, None]
+    assert [told[name] for name in ("rule", "limit", "left", "refused", "caller")] == [
+        "daily",
+        4,
+        0,
+        1,
+        None,
+    ]
     assert str(told["command"]).endswith("--policy a --budget daily --amount 5 --for 1d")
     assert look(3, 5) == []
     assert look(1, 64) == [("budget_refused", "a")]
@@ -225,15 +268,21 @@ def test_same_grant_adds_to_a_budget_once(named: str) -> None:
     assert (status, "cannot be revoked" in answer["error"]) == (400, True)
 
 
-@pytest.mark.parametrize(("amount", "seconds", "passes", "notes"), [(3, None, 3, 1), (5, DAY, 6, 0)])
-def test_grant_fills_a_bucket_up_to_its_limit(amount: int, seconds: int | None, passes: int, notes: int) -> None:
+@pytest.mark.parametrize(
+    ("amount", "seconds", "passes", "notes"), [(3, None, 3, 1), (5, DAY, 6, 0)]
+)
+def test_grant_fills_a_bucket_up_to_its_limit(
+    amount: int, seconds: int | None, passes: int, notes: int
+) -> None:
     made = operate(limited(bucket(0.001, 3)))
     caller = use_up(made, 2)
 
     said = made.give(kind="grant", caller=caller, budget="r", amount=amount, seconds=seconds)[1]
 
     assert [("cannot exceed its limit" in note) for note in said] == [True] * notes
-    assert [refused(ask(made.service)) for _ in range(passes + 1)] == [""] * passes + ["token_bucket_exceeded"]
+    assert [refused(ask(made.service)) for _ in range(passes + 1)] == [""] * passes + [
+        "token_bucket_exceeded"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +305,13 @@ def test_grant_fills_a_bucket_up_to_its_limit(amount: int, seconds: int | None, 
 )
 def test_invalid_grant_is_refused_with_the_reason(order: dict[str, Any], problem: str) -> None:
     made = operate(limited(daily()), limited(daily(), identity="q"))
-    good = {"kind": "grant", "caller": use_up(made, 1), "policy": "p", "budget": "daily", "amount": 1}
+    good = {
+        "kind": "grant",
+        "caller": use_up(made, 1),
+        "policy": "p",
+        "budget": "daily",
+        "amount": 1,
+    }
 
     status, answer = made.post({**good, **order})
 
@@ -267,7 +322,13 @@ def test_invalid_grant_is_refused_with_the_reason(order: dict[str, Any], problem
 def test_grant_that_failed_in_the_store_can_be_repeated() -> None:
     store = Away()
     made = operate(limited(daily(2)), store=store)
-    order: dict[str, Any] = {"kind": "grant", "caller": use_up(made, 3), "budget": "daily", "amount": 1, "key": "x"}
+    order: dict[str, Any] = {
+        "kind": "grant",
+        "caller": use_up(made, 3),
+        "budget": "daily",
+        "amount": 1,
+        "key": "x",
+    }
 
     store.away = COUNTS
     failed = made.post(order)[0]
@@ -283,10 +344,19 @@ def test_log_line_of_a_refusal_has_a_valid_command(caplog: pytest.LogCaptureFixt
     for _ in range(3):
         ask(made.service)
 
-    (line,) = [vars(record)["fields"] for record in caplog.records if record.getMessage() == "budget exceeded"]
+    (line,) = [
+        vars(record)["fields"]
+        for record in caplog.records
+        if record.getMessage() == "budget exceeded"
+    ]
 
-    assert line["command"] == f"loopguard grant --caller {line['tenant']} --policy p --budget 'per day' --amount 5 --for 1d"
-    assert main([*shlex.split(line["command"])[1:], "--admin", "http://127.0.0.1:9"]) == 1  # well formed; no server there
+    assert line["command"] == (
+        f"loopguard grant --caller {line['tenant']} --policy p --budget 'per day' --amount 5 "
+        "--for 1d"
+    )
+    assert (
+        main([*shlex.split(line["command"])[1:], "--admin", "http://127.0.0.1:9"]) == 1
+    )  # well formed; no server there
 
 
 @pytest.mark.parametrize(
@@ -297,7 +367,9 @@ def test_log_line_of_a_refusal_has_a_valid_command(caplog: pytest.LogCaptureFixt
         ([], "or --budget and --amount"),
     ],
 )
-def test_conflicting_flags_are_a_usage_error(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conflicting_flags_are_a_usage_error(
+    flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["grant", "--caller", "a" * 16, *flags, "--admin", "http://127.0.0.1:9"]) == 2
     assert problem in capsys.readouterr().err
 
@@ -312,8 +384,14 @@ def test_grant_with_duration_raises_the_limit_until_it_ends() -> None:
     given, notes = made.give(kind="grant", caller=caller, budget="daily", amount=5, seconds=DAY)
     made.refresh()
 
-    assert (notes, read_time(given["ends"]) - read_time(given["since"]), given["meets"]) == ([], DAY, ["p"])
-    assert [refused(ask(made.services[place % 2])) for place in range(6)] == [""] * 5 + ["budget_exceeded"]
+    assert (notes, read_time(given["ends"]) - read_time(given["since"]), given["meets"]) == (
+        [],
+        DAY,
+        ["p"],
+    )
+    assert [refused(ask(made.services[place % 2])) for place in range(6)] == [""] * 5 + [
+        "budget_exceeded"
+    ]
     row = next(row for row in made.ask("/budgets", 1)["budgets"] if row["rule"] == "daily")
     assert (row["limit"], row["left"], row["orders"][0]["raises"]) == (7, 0, True)
     assert "revoke" in row["commands"]
@@ -375,14 +453,22 @@ def test_suggested_grant_lets_some_requests_through(most: int, used: int) -> Non
         (1, 0.5, 2, "--amount 9.5 --for 1d"),
     ],
 )
-def test_suggested_amount_covers_overspending(limit: float, left: float, asked: float, expected: str) -> None:
+def test_suggested_amount_covers_overspending(
+    limit: float, left: float, asked: float, expected: str
+) -> None:
     assert write_budget_grant("c", "p", "r", limit, left, asked).endswith(f"--budget r {expected}")
 
 
 def describe(limit: str, used: float, allowed: float, cost: float = 0) -> dict[str, Any]:
     """A row of /sessions, as far as commands depend on it."""
     refusal = {"limit": limit, "used": used, "allowed": allowed, "tool": None}
-    row: dict[str, Any] = {"session": "s", "caller": "c", "killed": None, "orders": [], "total_step_count": 4}
+    row: dict[str, Any] = {
+        "session": "s",
+        "caller": "c",
+        "killed": None,
+        "orders": [],
+        "total_step_count": 4,
+    }
     return {**row, "refused": refusal, "actual_cost": cost}
 
 
@@ -396,7 +482,10 @@ def describe(limit: str, used: float, allowed: float, cost: float = 0) -> dict[s
     ],
 )
 def test_suggested_session_grant_covers_overspending(row: dict[str, Any], expected: str) -> None:
-    assert suggest_for_session(row, named=True)["free"] == f"loopguard grant --caller c --session s {expected}"
+    assert (
+        suggest_for_session(row, named=True)["free"]
+        == f"loopguard grant --caller c --session s {expected}"
+    )
 
 
 def test_budget_grant_has_no_default_duration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,16 +32,25 @@ from tests.support.session_runs import SESSION, TENANT, note
 from tests.support.turn_writers import Did, as_chat
 
 
-def note_agents(table: SessionTable, agents: Sequence[tuple[str, str]], *, mode: str = "enforce") -> None:
+def note_agents(
+    table: SessionTable, agents: Sequence[tuple[str, str]], *, mode: str = "enforce"
+) -> None:
     for agent, limit in agents:
-        standing = Standing(LIMITS.index(limit) if limit else 0, 9, 8, steps=4, cost=10**9, tree=TreeStanding(2, 7))
+        standing = Standing(
+            LIMITS.index(limit) if limit else 0, 9, 8, steps=4, cost=10**9, tree=TreeStanding(2, 7)
+        )
         note(table, standing, now=time.time(), agent=agent, policy="agents", mode=mode, caller=[])
 
 
 def make_night() -> Service:
     """A loop, a failing tool, an explosion of agents, a used-up budget and a healthy one."""
     service = make_service(
-        policy("loops", {"pathPrefix": "/hook"}, threshold_identical_requests=2, limit_keys=["header:x-user-id"]),
+        policy(
+            "loops",
+            {"pathPrefix": "/hook"},
+            threshold_identical_requests=2,
+            limit_keys=["header:x-user-id"],
+        ),
         limited(bucket(0.001, 2, keys=["header:x-user-id"]), identity="team"),
         show_callers=True,
     )
@@ -58,7 +67,10 @@ def make_night() -> Service:
 
 
 def test_page_headline_has_everything_that_burns_money() -> None:
-    """Each has a section above the loops, in that order; what is healthy is folded. What a tool is called is text."""
+    """Each has a section above the loops, in that order; what is healthy is folded.
+
+    What a tool is called is text.
+    """
     made = Operated(services=[make_night()])
     text, other = made.read(), made.read(policy="other")
 
@@ -67,7 +79,10 @@ def test_page_headline_has_everything_that_burns_money() -> None:
     names = ["Failing tools", "Explosions of agents", "Budgets", "Loops", "Sessions"]
     assert [name for name in re.findall("<h2>([^<]*)</h2>", text) if name in names] == names
     failing = text.partition("<h2>Failing tools</h2>")[2].partition("<h2>")[0]
-    assert [failing.count(part) for part in ('<tbody class="row"', "loopguard block --tool ")] == [1, 1]
+    assert [failing.count(part) for part in ('<tbody class="row"', "loopguard block --tool ")] == [
+        1,
+        1,
+    ]
     assert "fails for 6 sessions of 6 callers" in failing
     assert '<td class="number" data-name="not refused">2</td>' in failing
     assert Outline(text).elements.count("script") == 1
@@ -93,17 +108,27 @@ def test_no_active_loops_is_said_if_nothing_else_burns(capsys: pytest.CaptureFix
 
     assert "<h1>No active loops</h1>" in calm
     assert "<h1>1 used-up budget</h1>" in made.read()
-    assert capsys.readouterr().out.splitlines()[1] == "no loop in the last hour, 1 used-up budget; 1 replica"
+    assert (
+        capsys.readouterr().out.splitlines()[1]
+        == "no loop in the last hour, 1 used-up budget; 1 replica"
+    )
 
 
-def test_top_has_everything_that_burns_money(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_has_everything_that_burns_money(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with Operated(services=[make_night()]).listen() as url:
         assert main(["top", "--once", "--commands", "--admin", url]) == 0
     printed = capsys.readouterr().out
 
-    assert "1 of 1 loop active, 1 failing tool, 1 explosion of agents, 1 used-up budget, 1 caller; 1 replica" in printed
-    assert re.search(rf"^2 agents, 7 refused +[0-9]s reject +{TENANT} +\$1\.00", printed, re.MULTILINE)
+    assert (
+        "1 of 1 loop active, 1 failing tool, 1 explosion of agents, 1 used-up budget, 1 caller; 1 "
+        "replica"
+    ) in printed
+    assert re.search(
+        rf"^2 agents, 7 refused +[0-9]s reject +{TENANT} +\$1\.00", printed, re.MULTILINE
+    )
     assert re.search(r"^ +2 healthy budgets$", printed, re.MULTILINE)
     assert f"loopguard kill --caller {TENANT} --session {SESSION} --admin {url}" in printed
     assert "walker" not in printed
@@ -129,15 +154,24 @@ def test_explosion_is_more_agents_than_allowed_or_usual(
     (row,) = table.make_document(shows_callers=True).rows
     row.limits = [("max_agents", "", allowed)] if allowed else []
 
-    assert (is_exploding(row, time.time()), is_exploding(row, time.time() + 61)) == (exploding, False)
+    assert (is_exploding(row, time.time()), is_exploding(row, time.time() + 61)) == (
+        exploding,
+        False,
+    )
 
 
 def make_budget(**changes: Any) -> BudgetRow:  # noqa: ANN401  # fields of a row
     """A budget of 1,000 tokens a day, of which 200 are left."""
     fields: dict[str, Any] = {
-        "kind": PERIOD, "limit": 1_000, "span": 86_400_000, "start": 1_000_000, "left": 200, "told": 1_010.0, "last": 1_010.0,
+        "kind": PERIOD,
+        "limit": 1_000,
+        "span": 86_400_000,
+        "start": 1_000_000,
+        "left": 200,
+        "told": 1_010.0,
+        "last": 1_010.0,
         "requests": 9,
-    }  # fmt: skip
+    }
     return BudgetRow(TENANT, "p", "enforce", "r", "1d", **{**fields, **changes})
 
 
@@ -147,12 +181,33 @@ def make_budget(**changes: Any) -> BudgetRow:  # noqa: ANN401  # fields of a row
         ({"left": 0}, True, False),
         ({"left": 300}, False, True),
         ({"left": 200}, False, False),
-        ({"left": 900, "refused": 1, "refused_at": 1_010.0, "asked": 950}, True, False),  # every request asks for as much
-        ({"left": 900, "refused": 1, "refused_at": 1_009.0, "asked": 950}, False, False),  # a smaller one has passed since
-        ({"kind": BUCKET, "rate": 1, "left": 900, "refused": 1, "refused_at": 1_010.0, "asked": 950}, False, False),  # it fills
+        (
+            {"left": 900, "refused": 1, "refused_at": 1_010.0, "asked": 950},
+            True,
+            False,
+        ),  # every request asks for as much
+        (
+            {"left": 900, "refused": 1, "refused_at": 1_009.0, "asked": 950},
+            False,
+            False,
+        ),  # a smaller one has passed since
+        (
+            {
+                "kind": BUCKET,
+                "rate": 1,
+                "left": 900,
+                "refused": 1,
+                "refused_at": 1_010.0,
+                "asked": 950,
+            },
+            False,
+            False,
+        ),  # it fills
     ],
 )
-def test_budget_smaller_than_the_refused_request_is_used_up(changes: dict[str, Any], used_up: bool, healthy: bool) -> None:
+def test_budget_smaller_than_the_refused_request_is_used_up(
+    changes: dict[str, Any], used_up: bool, healthy: bool
+) -> None:
     row = describe_budget(make_budget(**changes), 1_011.0, shows_callers=False)
 
     assert (row["used_up"], is_healthy(row)) == (used_up, healthy)
@@ -176,7 +231,10 @@ SHADOW = policy("shadow", ANY, mode="shadow", **LOOP)
 def loop(made: Operated, users: str = "a", tasks: str = "1", times: int = 4) -> None:
     for user in users:
         for task in tasks:
-            did = [Did((("crm", {"q": task}),), ("error: it is down",), "", f"{task}: {n}", n) for n in range(1, times + 1)]
+            did = [
+                Did((("crm", {"q": task}),), ("error: it is down",), "", f"{task}: {n}", n)
+                for n in range(1, times + 1)
+            ]
             send(made.service, 1, json.dumps(as_chat(did)).encode(), x_user_id=user)
 
 
@@ -220,13 +278,20 @@ def test_page_and_top_show_the_same_state(
     clock, made = Ahead(monkeypatch), Operated(*policies)
     clock.seconds = -ago
     loop(made)
-    for seconds, kind in enumerate(kinds, 20):  # whole minutes are left, even if this takes some seconds
+    for seconds, kind in enumerate(
+        kinds, 20
+    ):  # whole minutes are left, even if this takes some seconds
         clock.seconds = seconds
         if kind == "request":
             loop(made)
         else:
             more: dict[str, Any] = {"steps": 1} if kind == "grant" else {}
-            made.give(kind=kind, caller={"x-user-id": "a"}, seconds=None if kind == "release" else 1_800, **more)
+            made.give(
+                kind=kind,
+                caller={"x-user-id": "a"},
+                seconds=None if kind == "release" else 1_800,
+                **more,
+            )
 
     assert read_now(made, capsys) == [expected] * 2
 

@@ -18,8 +18,22 @@ from extproc.metrics import Metrics
 from extproc.operator.canary.pairs import SHOWN, Disagreements, Pair
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.sharing import Sharing
-from extproc.operator.canary.states import State, decode_state, encode_state, merge_states, read_state
-from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Evidence, Rules, find_bounds, judge
+from extproc.operator.canary.states import (
+    State,
+    decode_state,
+    encode_state,
+    merge_states,
+    read_state,
+)
+from extproc.operator.canary.verdict import (
+    KEEP_WATCHING,
+    SAFE,
+    TOO_STRICT,
+    Evidence,
+    Rules,
+    find_bounds,
+    judge,
+)
 from extproc.operator.sketch import SIZE, Sketch
 from extproc.options import read_options
 from extproc.policy.loader import parse
@@ -46,10 +60,20 @@ def shadow(name: str = "strict", **more: object) -> dict[str, Any]:
     return policy(name, ANY, mode="shadow", **{"threshold_identical_requests": 2, **USER, **more})
 
 
-def send(service: Service, times: int = 1, *, path: str = "/v1", user: str = "ann", **more: Any) -> list[int]:  # noqa: ANN401  # as `headers`
+def send(
+    service: Service,
+    times: int = 1,
+    *,
+    path: str = "/v1",
+    user: str = "ann",
+    **more: Any,  # noqa: ANN401  # as `headers`
+) -> list[int]:
     """Equal requests; the status of each answer, 0 if it was let through."""
     request = headers(path, x_user_id=user, **more)
-    return [decoded(exchange(service, request, body(b"{}"))[-1]).immediate_response.status.code for _ in range(times)]
+    return [
+        decoded(exchange(service, request, body(b"{}"))[-1]).immediate_response.status.code
+        for _ in range(times)
+    ]
 
 
 def pair_of(service: Service) -> Pair:
@@ -75,7 +99,10 @@ PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
         [LIVE, policy("s", {"pathExact": "/x"}, mode="shadow", canary_of="live")],
         [("live", "s")],
     ),
-    "the same selector": ([LIVE, shadow(), shadow("loose")], [("live", "strict"), ("live", "loose")]),
+    "the same selector": (
+        [LIVE, shadow(), shadow("loose")],
+        [("live", "strict"), ("live", "loose")],
+    ),
     "lists in another order": (
         [
             policy("live", {"pathExact": "/", "methods": ["POST", "PUT"]}),
@@ -86,12 +113,19 @@ PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
     "another selector": ([LIVE, policy("s", {"pathExact": "/x"}, mode="shadow")], []),
     "two with the same selector": ([LIVE, policy("other", ANY), shadow()], []),
     "one that acts on a share": (
-        [LIVE, policy("e", ANY, canary_of="live", enforce_percent=99, **USER), policy("f", ANY, enforce_percent=1, **USER)],
+        [
+            LIVE,
+            policy("e", ANY, canary_of="live", enforce_percent=99, **USER),
+            policy("f", ANY, enforce_percent=1, **USER),
+        ],
         [("live", "e")],
     ),
     "no live": ([shadow()], []),
     "no shadow": ([LIVE], []),
-    "a live that does nothing": ([policy("live", ANY, enabled=False), shadow(canary_of="live")], []),
+    "a live that does nothing": (
+        [policy("live", ANY, enabled=False), shadow(canary_of="live")],
+        [],
+    ),
     "more than are compared": (
         [LIVE, *(shadow(f"s{number}") for number in range(MAX_PAIRINGS + 1))],
         [("live", f"s{number}") for number in range(MAX_PAIRINGS)],
@@ -104,11 +138,17 @@ PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
 def test_candidate_is_paired_with_the_named_or_only_policy(case: str) -> None:
     policies, expected = PAIRINGS[case]
 
-    assert [(pairing.live, pairing.candidate) for pairing in make_engine(*policies).pairings] == expected
+    assert [
+        (pairing.live, pairing.candidate) for pairing in make_engine(*policies).pairings
+    ] == expected
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
-    "unknown": ([LIVE, shadow(canary_of="lvie")], "/policies/1/spec/canary_of", "there is no 'lvie'; did you mean 'live'?"),
+    "unknown": (
+        [LIVE, shadow(canary_of="lvie")],
+        "/policies/1/spec/canary_of",
+        "there is no 'lvie'; did you mean 'live'?",
+    ),
     "itself": ([LIVE, shadow(canary_of="strict")], "/policies/1/spec/canary_of", "not this one"),
     "another shadow": (
         [LIVE, shadow("a", canary_of="strict"), shadow()],
@@ -123,7 +163,10 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "one that acts on all callers": (
         [LIVE, policy("e", ANY, canary_of="live", enforce_percent=100)],
         "/policies/1/spec/canary_of",
-        "belongs to a policy with mode shadow, or with an enforce_percent below 100; this one acts on all callers",
+        (
+            "belongs to a policy with mode shadow, or with an enforce_percent below 100; this one "
+            "acts on all callers"
+        ),
     ),
     "unknown, for a share": (
         [LIVE, policy("e", ANY, canary_of="lvie", enforce_percent=99, **USER)],
@@ -151,23 +194,41 @@ def test_pairs_are_found_across_files() -> None:
     candidate = json.dumps(shadow(canary_of="live")).encode()
 
     assert len(parse({"a.json": candidate, "b.json": json.dumps(LIVE).encode()}, NOW).sources) == 2
-    assert parse({"route": candidate}, NOW, on_route=True).sources[0].policies[0].spec.canary_of == "live"
+    assert (
+        parse({"route": candidate}, NOW, on_route=True).sources[0].policies[0].spec.canary_of
+        == "live"
+    )
 
 
 # --- What is compared
 
 
 def test_callers_in_the_enforced_share_are_not_compared() -> None:
-    ramped = policy("strict", ANY, canary_of="live", enforce_percent=50, threshold_identical_requests=2, **USER)
+    ramped = policy(
+        "strict", ANY, canary_of="live", enforce_percent=50, threshold_identical_requests=2, **USER
+    )
     ramp = Ramp(50, compile_descriptors(USER["limit_keys"]), "strict")
-    places = {name: ramp.find_place(HttpRequest("GET", "/", "", {"x-user-id": name.encode()})) for name in "abcdefgh"}
-    insider, outsider = min(places, key=lambda name: places[name]), max(places, key=lambda name: places[name])
+    places = {
+        name: ramp.find_place(HttpRequest("GET", "/", "", {"x-user-id": name.encode()}))
+        for name in "abcdefgh"
+    }
+    insider, outsider = (
+        min(places, key=lambda name: places[name]),
+        max(places, key=lambda name: places[name]),
+    )
     service = make_service(LIVE, ramped)
 
     assert send(service, 5, user=insider) == [0, 429, 429, 429, 429]
     assert counts_of(service) == {}
     assert send(service, 5, user=outsider) == [0, 0, 0, 429, 429]
-    assert counts_of(service) == {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2}
+    assert counts_of(service) == {
+        "neither": 1,
+        "only_candidate": 2,
+        "both": 2,
+        "extra": 2,
+        "already": 2,
+        "refused": 2,
+    }
 
 
 REJECT_SECOND: dict[str, Any] = {"threshold_identical_requests": 2, **USER}
@@ -203,7 +264,11 @@ COMPARED: dict[str, tuple[list[dict[str, Any]], int, dict[str, int]]] = {
         3,
         {"neither": 1, "both": 2, "extra": 2},
     ),
-    "a candidate that warns refuses nothing": ([LIVE, shadow(action="warn")], 3, {"neither": 1, "only_candidate": 2}),
+    "a candidate that warns refuses nothing": (
+        [LIVE, shadow(action="warn")],
+        3,
+        {"neither": 1, "only_candidate": 2},
+    ),
     "what another policy refuses is no extra refusal": (
         [LIVE, shadow(), policy("other", {"pathPrefix": "/v1"}, **REJECT_SECOND)],
         2,
@@ -214,7 +279,9 @@ COMPARED: dict[str, tuple[list[dict[str, Any]], int, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(("policies", "times", "expected"), COMPARED.values(), ids=COMPARED)
-def test_disagreements_are_counted_by_kind(policies: list[dict[str, Any]], times: int, expected: dict[str, int]) -> None:
+def test_disagreements_are_counted_by_kind(
+    policies: list[dict[str, Any]], times: int, expected: dict[str, int]
+) -> None:
     service = make_service(*policies)
 
     send(service, times)
@@ -224,7 +291,11 @@ def test_disagreements_are_counted_by_kind(policies: list[dict[str, Any]], times
 
 @pytest.mark.parametrize("later", [False, True])
 def test_verdicts_on_headers_and_body_are_compared(*, later: bool) -> None:
-    service = make_service(policy("live", ANY, action="warn", **BY_HEAD), shadow(), store=FailingStore("never", later=later))
+    service = make_service(
+        policy("live", ANY, action="warn", **BY_HEAD),
+        shadow(),
+        store=FailingStore("never", later=later),
+    )
     send(service, 3)
 
     assert counts_of(service) == {"neither": 1, "both": 2, "extra": 2}
@@ -253,7 +324,10 @@ def test_metrics_have_the_counts_from_the_start() -> None:
     send(service, 5)
 
     assert before == (0, 0, 0)
-    assert [read("requests", verdict=word) for word in ("both", "only_live", "only_candidate", "neither")] == [2, 0, 2, 1]
+    assert [
+        read("requests", verdict=word)
+        for word in ("both", "only_live", "only_candidate", "neither")
+    ] == [2, 0, 2, 1]
     assert [read("refusals", refusal=word) for word in ("extra", "already", "missed")] == [2, 2, 0]
     assert read("refused") == 2
 
@@ -264,26 +338,53 @@ def test_failed_comparison_is_logged_and_changes_no_answer(monkeypatch: pytest.M
     monkeypatch.setattr(Pair, "compare", None)  # as a bug would
 
     assert send(service, 4) == [0, 0, 0, 429]
-    assert service.metrics.registry.get_sample_value("loopguard_fail_open_total", {"reason": "shadow_error"}) == 4
+    assert (
+        service.metrics.registry.get_sample_value(
+            "loopguard_fail_open_total", {"reason": "shadow_error"}
+        )
+        == 4
+    )
 
 
 # --- What is told of them
 
 
 def test_examples_of_disagreements_have_no_query_or_body() -> None:
-    calls = [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "rm_rf", "arguments": '{"a": "SECRET"}'}}]}]
+    calls = [
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "c", "function": {"name": "rm_rf", "arguments": '{"a": "SECRET"}'}}
+            ],
+        }
+    ]
     results = [{"role": "tool", "tool_call_id": "c", "content": "SECRET"}]
-    document = json.dumps({"messages": [{"role": "user", "content": "SECRET"}, *(calls + results) * 3]}).encode()
+    document = json.dumps(
+        {"messages": [{"role": "user", "content": "SECRET"}, *(calls + results) * 3]}
+    ).encode()
     service = make_service(LIVE, shadow(similarity="tool_calls", threshold_identical_requests=3))
 
-    exchange(service, headers("/v1?token=SECRET", x_user_id="ann", authorization="SECRET"), body(document))
+    exchange(
+        service,
+        headers("/v1?token=SECRET", x_user_id="ann", authorization="SECRET"),
+        body(document),
+    )
 
     state = state_of(service)
     (entry,) = state.disagreements
-    assert (entry.about, entry.method, entry.path, entry.detector, entry.tool) == ("extra", "POST", "/v1", "default", "rm_rf")
+    assert (entry.about, entry.method, entry.path, entry.detector, entry.tool) == (
+        "extra",
+        "POST",
+        "/v1",
+        "default",
+        "rm_rf",
+    )
     assert (entry.tenant, entry.count, entry.over) == (hash_tenant("x-user-id=ann"), 1, 0)
     assert b"SECRET" not in encode_state(state)
-    call = b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "search", "arguments": {}}}'
+    call = (
+        b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "search", '
+        b'"arguments": {}}}'
+    )
     one_by_one = make_service(LIVE, shadow(similarity="mcp"))
     for _ in range(2):
         exchange(one_by_one, headers("/mcp", x_user_id="ann"), body(call))
@@ -310,7 +411,9 @@ def test_frequent_disagreements_are_kept_with_bounded_error(paths: list[str]) ->
     shown = {kind[2]: (count, over) for kind, count, over in found.list_most()}
     assert len(found.list_most()) <= SHOWN
     assert all(count - over <= paths.count(path) <= count for path, (count, over) in shown.items())
-    frequent = {path for path in paths if paths.count(path) > max(len(paths) / SHOWN, len(paths) / KEPT)}
+    frequent = {
+        path for path in paths if paths.count(path) > max(len(paths) / SHOWN, len(paths) / KEPT)
+    }
     assert frequent <= shown.keys()
 
 
@@ -332,7 +435,9 @@ def test_sketch_is_exact_up_to_its_size(count: int) -> None:
 
 @given(st.integers(0, 1_500), st.integers(0, 1_500), st.integers(0, 1_500))
 def test_merged_sketches_equal_the_sketch_of_all(start: int, one: int, other: int) -> None:
-    merged = Sketch([*Sketch(_hashes(0, one)).list_kept(), *Sketch(_hashes(start, other)).list_kept()])
+    merged = Sketch(
+        [*Sketch(_hashes(0, one)).list_kept(), *Sketch(_hashes(start, other)).list_kept()]
+    )
 
     assert merged.list_kept() == sorted({*_hashes(0, one), *_hashes(start, other)})[:SIZE]
 
@@ -350,7 +455,11 @@ def test_states_of_replicas_add_up() -> None:
     merged = merge_states([state_of(first), state_of(second)])
 
     assert merged.compared == 7
-    assert {name: count for name, count in merged.counts.items() if count} == {"neither": 3, "only_candidate": 4, "extra": 4}
+    assert {name: count for name, count in merged.counts.items() if count} == {
+        "neither": 3,
+        "only_candidate": 4,
+        "extra": 4,
+    }
     assert merged.since == 1_000.0
     assert {name: merged.read_sketch(name).count() for name in merged.sketches} == {
         "tenants": 2, "refused_tenants": 2, "refused_sessions": 1, "refused_loops": 2,
@@ -366,12 +475,22 @@ DOCUMENTS: dict[bytes, dict[str, int] | None] = {
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_document_of_another_version_is_read_or_skipped(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    store, service, counts = MemoryStore(Metrics()), make_service(LIVE, shadow()), DOCUMENTS[document]
-    state = (
-        document if counts is None else json.dumps(json.loads(encode_state(state_of(service))) | json.loads(document)).encode()
+def test_document_of_another_version_is_read_or_skipped(
+    document: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, service, counts = (
+        MemoryStore(Metrics()),
+        make_service(LIVE, shadow()),
+        DOCUMENTS[document],
     )
-    asyncio.run(store.documents.put(BOARDS, f"canary:{pair_of(service).pairing.identity}", "odd", state, 60))
+    state = (
+        document
+        if counts is None
+        else json.dumps(json.loads(encode_state(state_of(service))) | json.loads(document)).encode()
+    )
+    asyncio.run(
+        store.documents.put(BOARDS, f"canary:{pair_of(service).pairing.identity}", "odd", state, 60)
+    )
 
     found = asyncio.run(Sharing(service.pairs, store, "one").collect())
 
@@ -382,7 +501,10 @@ def test_document_of_another_version_is_read_or_skipped(document: bytes, caplog:
 def test_replicas_share_their_counts() -> None:
     store, others = MemoryStore(Metrics()), shadow(threshold_identical_requests=3)
     services = [make_service(LIVE, candidate) for candidate in (shadow(), shadow(), others)]
-    sharing = [Sharing(service.pairs, store, name) for service, name in zip(services, ("one", "other", "new"), strict=True)]
+    sharing = [
+        Sharing(service.pairs, store, name)
+        for service, name in zip(services, ("one", "other", "new"), strict=True)
+    ]
     for number, service in enumerate(services):
         send(service, 2 + number)
         for _ in range(2):  # nothing has changed the second time
@@ -391,15 +513,24 @@ def test_replicas_share_their_counts() -> None:
 
     known = [asyncio.run(each.collect()) for each in sharing]
 
-    assert [{replica: sum(state.compared for state in states) for replica, states in found.items()} for found in known] == [
-        {"one": 3, "other": 3}, {"one": 2, "other": 3}, {"new": 4},
-    ]  # fmt: skip
+    assert [
+        {replica: sum(state.compared for state in states) for replica, states in found.items()}
+        for found in known
+    ] == [
+        {"one": 3, "other": 3},
+        {"one": 2, "other": 3},
+        {"new": 4},
+    ]
     assert len(describe_canaries([state_of(services[0]), state_of(services[2])], Rules())) == 2
 
 
 def test_replica_without_store_reports_its_own_counts(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(LIVE, shadow())
-    sharing = Sharing(service.pairs, FailingStore(failing="canary", error=StoreError("down", kind="connection")), "one")
+    sharing = Sharing(
+        service.pairs,
+        FailingStore(failing="canary", error=StoreError("down", kind="connection")),
+        "one",
+    )
     send(service, 2)
     asyncio.run(sharing.publish())
     asyncio.run(sharing.publish())
@@ -421,7 +552,10 @@ def test_replica_without_store_reports_its_own_counts(caplog: pytest.LogCaptureF
     ],
 )
 def test_bounds_are_wilsons(part: int, whole: int, low: float, high: float) -> None:
-    """The bounds are those that R. G. Newcombe (Statistics in Medicine 17, 1998, table I) has for Wilson's method at 95 %."""
+    """The bounds are those that R.
+
+    G. Newcombe (Statistics in Medicine 17, 1998, table I) has for Wilson's method at 95 %.
+    """
     bounds = find_bounds(part, whole)
 
     assert bounds.share == part / whole
@@ -458,13 +592,38 @@ def test_invalid_rules_are_usage_errors(flag: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("seen", "rules", "verdict", "reason"),
     [
-        (Evidence(0, 100, 0), {}, KEEP_WATCHING, "compared 100 of the 1000 requests that a verdict needs"),
-        (Evidence(40, 100, 20), {}, KEEP_WATCHING, "compared 100 of the 1000 requests that a verdict needs"),
-        (Evidence(0, 3_838, 0), {}, SAFE, "it refuses at most 0.100% of the requests that pass today; the limit is 0.100%"),
+        (
+            Evidence(0, 100, 0),
+            {},
+            KEEP_WATCHING,
+            "compared 100 of the 1000 requests that a verdict needs",
+        ),
+        (
+            Evidence(40, 100, 20),
+            {},
+            KEEP_WATCHING,
+            "compared 100 of the 1000 requests that a verdict needs",
+        ),
+        (
+            Evidence(0, 3_838, 0),
+            {},
+            SAFE,
+            "it refuses at most 0.100% of the requests that pass today; the limit is 0.100%",
+        ),
         (Evidence(0, 3_837, 0), {}, KEEP_WATCHING, "it refuses between 0.000% and 0.100%"),
         (Evidence(40, 10_000, 1), {}, TOO_STRICT, "it refuses at least 0.294%"),
-        (Evidence(3, 10_000, 3), {"max_new_loops": 2}, TOO_STRICT, "it refuses 3 loops that pass today; the limit is 2"),
-        (Evidence(3, 10_000, 2, 2), {"max_new_tenants": 1}, TOO_STRICT, "it refuses 2 tenants that pass today; the limit is 1"),
+        (
+            Evidence(3, 10_000, 3),
+            {"max_new_loops": 2},
+            TOO_STRICT,
+            "it refuses 3 loops that pass today; the limit is 2",
+        ),
+        (
+            Evidence(3, 10_000, 2, 2),
+            {"max_new_tenants": 1},
+            TOO_STRICT,
+            "it refuses 2 tenants that pass today; the limit is 1",
+        ),
         (
             Evidence(3, 10_000, 2, 2, 2),
             {"max_new_sessions": 0},
@@ -479,7 +638,9 @@ def test_invalid_rules_are_usage_errors(flag: str, value: str) -> None:
         ),
     ],
 )
-def test_verdict_follows_from_counts(seen: Evidence, rules: dict[str, Any], verdict: str, reason: str) -> None:
+def test_verdict_follows_from_counts(
+    seen: Evidence, rules: dict[str, Any], verdict: str, reason: str
+) -> None:
     found = judge(seen, Rules(**rules))
 
     assert found.word == verdict
@@ -493,16 +654,29 @@ def test_report_has_verdict_counts_bounds_and_examples() -> None:
 
     (canary,) = describe_canaries([state_of(service)], Rules(min_requests=3))
 
-    assert (unused["verdict"], unused["rates"]["new_refusals"]) == (KEEP_WATCHING, {"share": None, "low": 0.0, "high": 1.0})
+    assert (unused["verdict"], unused["rates"]["new_refusals"]) == (
+        KEEP_WATCHING,
+        {"share": None, "low": 0.0, "high": 1.0},
+    )
 
-    assert (canary["policy"], canary["canary_of"], canary["verdict"]) == ("strict", "live", TOO_STRICT)
+    assert (canary["policy"], canary["canary_of"], canary["verdict"]) == (
+        "strict",
+        "live",
+        TOO_STRICT,
+    )
     assert canary["requests"] == {
         "compared": 5, "both": 2, "only_live": 0, "only_candidate": 2, "neither": 1,
         "refused": 2, "went_on": 3, "uncompared": 0,
     }  # fmt: skip
     assert canary["refusals"] == {"new": 2, "already": 2, "missed": 0}
     assert canary["rates"]["new_refusals"]["share"] == pytest.approx(2 / 3)
-    assert canary["new"] == {"loops": 1, "tenants": 1, "sessions": 0, "of_tenants": 1, "exact": True}
+    assert canary["new"] == {
+        "loops": 1,
+        "tenants": 1,
+        "sessions": 0,
+        "of_tenants": 1,
+        "exact": True,
+    }
     assert canary["summary"] == "1 new loop: too strict"
     assert canary["until"] == "2023-11-14T22:13:20+00:00"
     assert json.loads(json.dumps(canary, allow_nan=False)) == canary

@@ -18,7 +18,13 @@ from extproc.engine.orders import ALLOW, BLOCK, KILL, RELEASE, ActiveOverride, T
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.row_commands import suggest_for_loop, suggest_for_session
 from extproc.operator.board import unpack_all
-from extproc.operator.loop_rows import INCIDENT_SECONDS, MAX_LOOPS, ConversationRow, Loop, LoopDocument
+from extproc.operator.loop_rows import (
+    INCIDENT_SECONDS,
+    MAX_LOOPS,
+    ConversationRow,
+    Loop,
+    LoopDocument,
+)
 from extproc.operator.standing_orders import OrderIndex, ShownRow, concerns
 from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
@@ -29,22 +35,40 @@ from tests.support.orders import USER, apply_orders, order
 from tests.support.service import decoded, exchange, make_service
 from tests.support.turn_writers import Did, as_chat
 
-TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, "session": {}, **USER}
+TURNS: dict[str, Any] = {
+    "similarity": "turns",
+    "action": "steer",
+    "escalate": {"reject": 5},
+    "session": {},
+    **USER,
+}
 
 
 def write_agent(times: int, task: str = "a", *, error: str = "") -> bytes:
-    turns = [Did((("search", {"q": task}),), (error or "nothing found",), "", f"{task}: {n}", n) for n in range(1, times + 1)]
+    turns = [
+        Did((("search", {"q": task}),), (error or "nothing found",), "", f"{task}: {n}", n)
+        for n in range(1, times + 1)
+    ]
     return json.dumps(as_chat(turns)).encode()
 
 
 def send(service: Service, content: bytes, user: str = "ann", session: str = "") -> bool:
     """Whether a request of an agent is forwarded."""
-    head = headers(CHAT, x_user_id=user, x_session_id=session) if session else headers(CHAT, x_user_id=user)
+    head = (
+        headers(CHAT, x_user_id=user, x_session_id=session)
+        if session
+        else headers(CHAT, x_user_id=user)
+    )
     answers = exchange(service, head, body(content))
     return bool(decoded(answers[-1]).WhichOneof("response") != "immediate_response")
 
 
-def look(*services: Service, orders: Sequence[ActiveOverride] = (), price: float | None = None, **query: Any) -> dict[str, Any]:  # noqa: ANN401  # of a URL
+def look(
+    *services: Service,
+    orders: Sequence[ActiveOverride] = (),
+    price: float | None = None,
+    **query: Any,  # noqa: ANN401  # of a URL
+) -> dict[str, Any]:
     for service in services:
         service.reporter.show_callers = True
     return Operated(services=services, orders=orders, price=price).ask("/loops", **query)
@@ -79,7 +103,9 @@ def test_conversation_is_one_row_for_all_policies() -> None:
 
 
 def test_unnamed_conversations_are_distinguished_by_opening_or_repetition() -> None:
-    service = make_service(policy("agents", ANY, **TURNS), policy("p", {"pathPrefix": "/poll"}, **USER))
+    service = make_service(
+        policy("agents", ANY, **TURNS), policy("p", {"pathPrefix": "/poll"}, **USER)
+    )
     for user, task in (("ann", "a"), ("ann", "b"), ("bob", "a")):
         for times in (3, 4):
             send(service, write_agent(times, task), user)
@@ -90,13 +116,22 @@ def test_unnamed_conversations_are_distinguished_by_opening_or_repetition() -> N
 
     rows = look(service)["conversations"]
 
-    assert sorted((row["requests"], row["session"] is None) for row in rows) == [(1, False), *[(2, True)] * 3, *[(3, True)] * 2]
-    assert sorted((row["path"], len(row["loops"])) for row in rows if row["requests"] == 3) == [("/poll/a", 1), ("/poll/b", 1)]
+    assert sorted((row["requests"], row["session"] is None) for row in rows) == [
+        (1, False),
+        *[(2, True)] * 3,
+        *[(3, True)] * 2,
+    ]
+    assert sorted((row["path"], len(row["loops"])) for row in rows if row["requests"] == 3) == [
+        ("/poll/a", 1),
+        ("/poll/b", 1),
+    ]
 
 
 def test_request_decided_in_two_parts_counts_once() -> None:
     head = policy("head", ANY, action="warn", threshold_identical_requests=2, body="ignore", **USER)
-    service = make_service(head, policy("canary", ANY, mode="shadow", threshold_identical_requests=2, **USER))
+    service = make_service(
+        head, policy("canary", ANY, mode="shadow", threshold_identical_requests=2, **USER)
+    )
     for _ in range(3):
         exchange(service, headers("/", x_user_id="ann"), body(b"{}"))
 
@@ -107,13 +142,21 @@ def test_request_decided_in_two_parts_counts_once() -> None:
 
 
 ACTS = st.lists(
-    st.tuples(st.sampled_from(["ann", "bob"]), st.integers(1, 6), st.sampled_from("ab"), st.integers(0, 1), st.booleans()),
+    st.tuples(
+        st.sampled_from(["ann", "bob"]),
+        st.integers(1, 6),
+        st.sampled_from("ab"),
+        st.integers(0, 1),
+        st.booleans(),
+    ),
     max_size=25,
 )
 
 
 @given(ACTS)
-def test_each_request_counts_once_on_any_replica(acts: list[tuple[str, int, str, int, bool]]) -> None:
+def test_each_request_counts_once_on_any_replica(
+    acts: list[tuple[str, int, str, int, bool]],
+) -> None:
     services = [make_service(*WATCHED), make_service(*WATCHED)]
     acted = forwarded = size = 0
     for user, times, task, place, named in acts:
@@ -127,7 +170,10 @@ def test_each_request_counts_once_on_any_replica(acts: list[tuple[str, int, str,
 
     rows = report["conversations"]
     assert len({(row["caller"], row["conversation"]) for row in rows}) == len(rows)
-    for sums in (report["total"], {name: sum(row[name] for row in rows) for name in ("requests", "requests_sent_on")}):
+    for sums in (
+        report["total"],
+        {name: sum(row[name] for row in rows) for name in ("requests", "requests_sent_on")},
+    ):
         assert (sums["requests"], sums["requests_sent_on"]) == (acted, forwarded)
     assert 0 <= size - 4 * report["total"]["input_tokens_sent_on"] <= 4 * len(rows)
     seen = [tuple(loop["fingerprint"] for loop in row["loops"]) for row in rows]
@@ -139,25 +185,63 @@ NOW = 1_000_000.0
 
 def write_loop(repeats: str) -> Loop:
     """A loop, of which only the name matters."""
-    name: Any = {"policy": "p", "detector": "d", "mode": "enforce", "tenant": "a" * 16, "repeats": repeats}
+    name: Any = {
+        "policy": "p",
+        "detector": "d",
+        "mode": "enforce",
+        "tenant": "a" * 16,
+        "repeats": repeats,
+    }
     texts: Any = dict.fromkeys(("session", "fingerprint", "method", "path", "route", "model"), "")
     return Loop(
-        **name, **texts, tools=[], caller=[], first=NOW, last=NOW, count=1, requests={}, size=0, stopped=0, stopped_size=0
+        **name,
+        **texts,
+        tools=[],
+        caller=[],
+        first=NOW,
+        last=NOW,
+        count=1,
+        requests={},
+        size=0,
+        stopped=0,
+        stopped_size=0,
     )
 
 
 ROWS = st.builds(
     lambda who, first, lasts, sent, refused, pace, loops: ConversationRow(
-        "a" * 16, who, "", "", "/", "", [], [], [write_loop(loop) for loop in dict.fromkeys(loops)],
-        NOW + first, NOW + first + lasts, sent + refused, 100 * sent, refused, 50 * refused, float(pace), NOW + first + lasts,
+        "a" * 16,
+        who,
+        "",
+        "",
+        "/",
+        "",
+        [],
+        [],
+        [write_loop(loop) for loop in dict.fromkeys(loops)],
+        NOW + first,
+        NOW + first + lasts,
+        sent + refused,
+        100 * sent,
+        refused,
+        50 * refused,
+        float(pace),
+        NOW + first + lasts,
     ),
-    st.sampled_from("xyz"), st.integers(0, 600), st.integers(0, 600), st.integers(1, 9), st.integers(0, 9),
-    st.integers(0, 1_000), st.lists(st.sampled_from("abcdefghijkl"), max_size=MAX_LOOPS),
-)  # fmt: skip
+    st.sampled_from("xyz"),
+    st.integers(0, 600),
+    st.integers(0, 600),
+    st.integers(1, 9),
+    st.integers(0, 9),
+    st.integers(0, 1_000),
+    st.lists(st.sampled_from("abcdefghijkl"), max_size=MAX_LOOPS),
+)
 
 
 @given(st.lists(st.lists(ROWS, max_size=4), min_size=1, max_size=4), st.randoms())
-def test_rows_of_replicas_add_up_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
+def test_rows_of_replicas_add_up_in_any_order(
+    replicas: list[list[ConversationRow]], chance: random.Random
+) -> None:
     later, before = NOW + 1_300, [asdict(row) for rows in replicas for row in rows]
     documents = [LoopDocument(rows, []) for rows in replicas]
     once = LoopDocument.merge(documents, NOW)
@@ -167,30 +251,50 @@ def test_rows_of_replicas_add_up_in_any_order(replicas: list[list[ConversationRo
 
     every = [row for rows in replicas for row in rows]
     for merged in (once, again):
-        assert sorted(row.conversation for row in merged.rows) == sorted({row.conversation for row in every})
+        assert sorted(row.conversation for row in merged.rows) == sorted(
+            {row.conversation for row in every}
+        )
         for field in ("requests", "size", "refused", "refused_size"):
-            assert sum(getattr(row, field) for row in merged.rows) == sum(getattr(row, field) for row in every)
-        assert sum(row.find_pace(later) for row in merged.rows) == pytest.approx(sum(row.find_pace(later) for row in every))
+            assert sum(getattr(row, field) for row in merged.rows) == sum(
+                getattr(row, field) for row in every
+            )
+        assert sum(row.find_pace(later) for row in merged.rows) == pytest.approx(
+            sum(row.find_pace(later) for row in every)
+        )
         for row in merged.rows:
             own = [each for each in every if each.conversation == row.conversation]
-            assert (row.first, row.last) == (min(each.first for each in own), max(each.last for each in own))
+            assert (row.first, row.last) == (
+                min(each.first for each in own),
+                max(each.last for each in own),
+            )
             assert (
                 len(row.loops)
                 == len({loop.name for loop in row.loops})
                 == min(MAX_LOOPS, len({loop.name for each in own for loop in each.loops}))
             )
     assert [asdict(row) for row in every] == before
-    assert LoopDocument.merge([*documents, LoopDocument([], [], 2)], NOW + 9_000) == LoopDocument([], [], 2)
+    assert LoopDocument.merge([*documents, LoopDocument([], [], 2)], NOW + 9_000) == LoopDocument(
+        [], [], 2
+    )
 
 
 def test_highest_current_cost_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, service = Ahead(monkeypatch), make_service(policy("p", ANY, action="warn", threshold_identical_requests=2, **USER))
+    clock, service = (
+        Ahead(monkeypatch),
+        make_service(policy("p", ANY, action="warn", threshold_identical_requests=2, **USER)),
+    )
     for ago, user, size, times in ((900, "was", 4_000, 9), (0, "is", 400, 5)):
         clock.seconds = -ago
         for _ in range(times):
             exchange(service, headers("/", x_user_id=user), body(b"x" * size))
 
-    for sort, expected in (("now", [4, 8]), ("", [4, 8]), ("cost", [8, 4]), ("first", [8, 4]), ("last", [4, 8])):
+    for sort, expected in (
+        ("now", [4, 8]),
+        ("", [4, 8]),
+        ("cost", [8, 4]),
+        ("first", [8, 4]),
+        ("last", [4, 8]),
+    ):
         query: dict[str, Any] = {"sort": sort} if sort else {}
         rows = look(service, **query)["conversations"]
         assert [row["requests"] for row in rows] == expected, sort
@@ -206,20 +310,35 @@ def test_selection_keeps_whole_conversations() -> None:
     send(service, write_agent(3), "bob")
 
     queries: list[tuple[dict[str, Any], int]] = [
-        ({"policy": "canary"}, 2), ({"tool": "search"}, 2), ({"caller": "x-user-id=bob"}, 1), ({"policy": "storm"}, 0),
-        ({"tool": "other"}, 0), ({"limit": "1"}, 1),
-    ]  # fmt: skip
+        ({"policy": "canary"}, 2),
+        ({"tool": "search"}, 2),
+        ({"caller": "x-user-id=bob"}, 1),
+        ({"policy": "storm"}, 0),
+        ({"tool": "other"}, 0),
+        ({"limit": "1"}, 1),
+    ]
     for query, callers in queries:
         assert len(look(service, **query)["conversations"]) == callers, query
     (bob,) = look(service, caller="x-user-id=bob")["conversations"]
     assert [loop["policy"] for loop in bob["loops"]] == ["canary", "agents"]
-    assert look(service, sort="age")["error"] == "sort must be one of now, cost, spared, requests, count, last, first"
+    assert (
+        look(service, sort="age")["error"]
+        == "sort must be one of now, cost, spared, requests, count, last, first"
+    )
 
 
 @pytest.mark.parametrize(("threshold", "would"), [(3, ["strict"]), (8, [])])
 def test_row_names_canaries_that_would_refuse_it(threshold: int, would: list[str]) -> None:
-    strict = {**TURNS, "action": "reject", "escalate": {}, "threshold_identical_requests": threshold}
-    service = make_service(policy("live", ANY, **TURNS), policy("strict", ANY, mode="shadow", canary_of="live", **strict))
+    strict = {
+        **TURNS,
+        "action": "reject",
+        "escalate": {},
+        "threshold_identical_requests": threshold,
+    }
+    service = make_service(
+        policy("live", ANY, **TURNS),
+        policy("strict", ANY, mode="shadow", canary_of="live", **strict),
+    )
     for times in range(1, 5):
         send(service, write_agent(times))
 
@@ -244,7 +363,9 @@ def test_order_is_shown_in_its_row() -> None:
 
     (row,) = look(service, orders=[allow, order(ALLOW, Target(caller="b" * 16))])["conversations"]
 
-    assert [(each["kind"], each["who"], each["reason"]) for each in row["orders"]] == [("allow", "eve@host", "known")]
+    assert [(each["kind"], each["who"], each["reason"]) for each in row["orders"]] == [
+        ("allow", "eve@host", "known")
+    ]
     assert (row["action"], row["requests"], row["requests_sent_on"]) == ("allow", 4, 3)
     assert row["commands"]["revoke"] == "loopguard overrides --revoke o"
 
@@ -267,7 +388,9 @@ def test_suggested_commands_are_valid_and_as_narrow_as_possible() -> None:
         exchange(service, headers("/poll", x_user_id="bob", end=True))
     send(service, write_agent(3, "b"), "cid")
 
-    commands = {row["descriptors"]["x-user-id"]: row["commands"] for row in look(service)["conversations"]}
+    commands = {
+        row["descriptors"]["x-user-id"]: row["commands"] for row in look(service)["conversations"]
+    }
 
     shapes = {user: [_shape(command) for command in own.values()] for user, own in commands.items()}
     assert shapes == {
@@ -291,9 +414,17 @@ def test_suggested_commands_are_valid_and_as_narrow_as_possible() -> None:
         ("loop_detection", "", 3, 3, ""),
     ],
 )
-def test_refused_session_gets_a_grant_or_a_release(limit: str, tool: str, used: int, allowed: int, flags: str) -> None:
+def test_refused_session_gets_a_grant_or_a_release(
+    limit: str, tool: str, used: int, allowed: int, flags: str
+) -> None:
     refused = {"limit": limit, "tool": tool or None, "used": used, "allowed": allowed}
-    row: dict[str, Any] = {"caller": "a" * 16, "session": "5" * 16, "killed": None, "refused": refused, "orders": []}
+    row: dict[str, Any] = {
+        "caller": "a" * 16,
+        "session": "5" * 16,
+        "killed": None,
+        "refused": refused,
+        "orders": [],
+    }
     row |= {"actual_cost": 1, "total_step_count": 5}
 
     command = suggest_for_session(row, named=True)["free"]
@@ -308,7 +439,9 @@ def _shape(command: str) -> str:
     program, *arguments = shlex.split(command)
     assert program == "loopguard"
     make_parser(arguments).parse_args(arguments)
-    return " ".join(word for place, word in enumerate(arguments) if not place or word.startswith("--"))
+    return " ".join(
+        word for place, word in enumerate(arguments) if not place or word.startswith("--")
+    )
 
 
 HASHES = st.sampled_from(["1" * 16, "2" * 16])
@@ -318,19 +451,31 @@ TARGETS = st.builds(
     st.sampled_from(["", "1" * 16]), st.sampled_from(["", "abcd"]), st.sampled_from(["", "search"]),
 )  # fmt: skip
 ABOUT = st.builds(
-    ShownRow, st.sets(st.sampled_from("pq")), st.sets(HASHES), st.dictionaries(st.sampled_from("ab"), HASHES),
-    st.sets(HASHES), st.sets(st.sampled_from(["abcd", "ef"])), st.sets(st.sampled_from(["search", "read"])),
-)  # fmt: skip
+    ShownRow,
+    st.sets(st.sampled_from("pq")),
+    st.sets(HASHES),
+    st.dictionaries(st.sampled_from("ab"), HASHES),
+    st.sets(HASHES),
+    st.sets(st.sampled_from(["abcd", "ef"])),
+    st.sets(st.sampled_from(["search", "read"])),
+)
 
 
 @given(st.lists(st.tuples(TARGETS, st.sampled_from(["", "p"])), max_size=9), ABOUT)
-def test_order_index_finds_what_a_full_search_finds(targets: list[tuple[Target, str]], about: ShownRow) -> None:
+def test_order_index_finds_what_a_full_search_finds(
+    targets: list[tuple[Target, str]], about: ShownRow
+) -> None:
     named = [(target, policy) for target, policy in targets if any(target)]
-    orders = [order(BLOCK, target, name=str(n), about=policy, since=n) for n, (target, policy) in enumerate(named)]
+    orders = [
+        order(BLOCK, target, name=str(n), about=policy, since=n)
+        for n, (target, policy) in enumerate(named)
+    ]
 
     found = OrderIndex(orders).find(about)
 
-    assert [each.name for each in found] == [each.name for each in reversed(orders) if concerns(each, about)]
+    assert [each.name for each in found] == [
+        each.name for each in reversed(orders) if concerns(each, about)
+    ]
 
 
 # ---- Incidents
@@ -338,7 +483,11 @@ def test_order_index_finds_what_a_full_search_finds(targets: list[tuple[Target, 
 
 def fail(service: Service, users: str, tasks: str, times: int = 5) -> list[bool]:
     """A session of each user about each task, whose tool fails; whether its request is forwarded."""
-    content = [(user, write_agent(times, task, error="error: the database is down")) for task in tasks for user in users]
+    content = [
+        (user, write_agent(times, task, error="error: the database is down"))
+        for task in tasks
+        for user in users
+    ]
     return [send(service, each, user) for user, each in content]
 
 
@@ -353,7 +502,11 @@ def test_incident_is_one_row_with_its_loops() -> None:
     assert forwarded == [False] * 4 + [True] * 4
     assert (incident["tool"], incident["policies"]) == ("search", ["agents", "canary"])
     assert (incident["sessions"], incident["callers"], incident["not_refused"]) == (6, 3, 4)
-    assert (incident["requests"], incident["requests_sent_on"], incident["requests_not_sent_on"]) == (8, 4, 4)
+    assert (
+        incident["requests"],
+        incident["requests_sent_on"],
+        incident["requests_not_sent_on"],
+    ) == (8, 4, 4)
     assert (len(incident["conversations"]), incident["active"]) == (4, True)
     assert [row["descriptors"] for row in report["conversations"]] == [{"x-user-id": "dora"}]
     assert report["total"]["requests"] == 9

@@ -27,8 +27,12 @@ BY_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "missing_descript
 
 def describe(*services: Service) -> dict[str, Any]:
     """What several replicas say together about the last minutes."""
-    documents = [service.reporter.coverage.make_document(shows_callers=False) for service in services]
-    seen: dict[str, Any] = describe_coverage(CoverageDocument.merge(documents, time.time()), STATE)["seen"]
+    documents = [
+        service.reporter.coverage.make_document(shows_callers=False) for service in services
+    ]
+    seen: dict[str, Any] = describe_coverage(CoverageDocument.merge(documents, time.time()), STATE)[
+        "seen"
+    ]
     return seen
 
 
@@ -42,7 +46,9 @@ STRICT["spec"]["uncountable"] = "reject"
 
 def test_request_is_covered_once_for_all_policies() -> None:
     policies = [
-        policy("all", ANY, limit_keys=["header:host"], missing_descriptor="require_one", body="ignore"),
+        policy(
+            "all", ANY, limit_keys=["header:host"], missing_descriptor="require_one", body="ignore"
+        ),
         policy("watching", ANY, mode="shadow", **BY_USER),
         policy("named", {"pathPrefix": "/a"}, **BY_USER),
     ]
@@ -55,7 +61,10 @@ def test_request_is_covered_once_for_all_policies() -> None:
     ask(open_wide)
 
     names = ("matched", "guarded", "partly_guarded", "not_guarded", "exempt", "guarded_percent")
-    seen = [[describe(*services)[name] for name in names] for services in ([one, other], [refusing], [open_wide])]
+    seen = [
+        [describe(*services)[name] for name in names]
+        for services in ([one, other], [refusing], [open_wide])
+    ]
     assert seen == [[4, 3, 1, 0, 0, 75.0], [1, 0, 0, 0, 1, None], [1, 0, 0, 1, 0, 0.0]]
 
 
@@ -66,7 +75,9 @@ def test_recent_counts_are_those_of_fifteen_minutes() -> None:
         coverage.roll(minute * 60.0)
         coverage.roll(minute * 60.0 + 30)  # changes nothing
 
-    (row,) = [row for row in coverage.make_document(shows_callers=False).rows if row.reason == "requests"]
+    (row,) = [
+        row for row in coverage.make_document(shows_callers=False).rows if row.reason == "requests"
+    ]
     assert row.total == 600
     assert row.recent == 10 * WINDOW_SECONDS // 60
 
@@ -74,7 +85,9 @@ def test_recent_counts_are_those_of_fifteen_minutes() -> None:
 def test_counts_are_bounded_for_any_number_of_routes() -> None:
     coverage = Coverage({}, 0.0)
     for number in range(30_000):
-        request = HttpRequest("POST", "/", "", {}, StatedFacts(route=blake2b(b"%d" % number).hexdigest()))
+        request = HttpRequest(
+            "POST", "/", "", {}, StatedFacts(route=blake2b(b"%d" % number).hexdigest())
+        )
         evaluation = Exchange(request)
         evaluation.enforcing.left_out = [("p", "default", "not_json")]
         coverage.note(evaluation)
@@ -87,8 +100,12 @@ def test_counts_are_bounded_for_any_number_of_routes() -> None:
     assert unpack_all({"a": packed}, CoverageDocument)["a"].left_out > 0
 
 
-@pytest.mark.parametrize(("unguarded", "recent", "levels"), [(5, 5, ["note"]), (20, 20, ["problem"]), (990, 0, [])])
-def test_reason_for_one_percent_is_a_problem(unguarded: int, recent: int, levels: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("unguarded", "recent", "levels"), [(5, 5, ["note"]), (20, 20, ["problem"]), (990, 0, [])]
+)
+def test_reason_for_one_percent_is_a_problem(
+    unguarded: int, recent: int, levels: list[str]
+) -> None:
     rows = [
         CoverageRow("", "", "", "", "requests", 1_000, 1_000),
         CoverageRow("p", "enforce", "", "", "counted", 1_000 - recent, 1_000 - recent),
@@ -99,7 +116,10 @@ def test_reason_for_one_percent_is_a_problem(unguarded: int, recent: int, levels
 
     findings = make_report(view, STATE, {}, time.time())["findings"]
     assert [found["level"] for found in findings] == levels
-    assert all((found["requests"], found["of"], found["place"]) == (unguarded, 1_000, None) for found in findings)
+    assert all(
+        (found["requests"], found["of"], found["place"]) == (unguarded, 1_000, None)
+        for found in findings
+    )
 
 
 def test_dropped_turns_and_entries_are_problems() -> None:

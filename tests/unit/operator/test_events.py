@@ -39,7 +39,8 @@ def count(metrics: Metrics, result: str) -> float:
 
 
 def start(metrics: Metrics, **settings: str) -> Events:
-    made = open_events(Settings(**settings), "loopguard/test", metrics)  # type: ignore[arg-type]  # texts, as it happens
+    # Texts, as it happens
+    made = open_events(Settings(**settings), "loopguard/test", metrics)  # type: ignore[arg-type]
     assert made is not None
     return made
 
@@ -82,7 +83,9 @@ def test_webhook_gets_signed_batches(tmp_path: Path, authorities: str) -> None:
     secret.write_text("whsec_" + base64.b64encode(b"key").decode() + "\n")
     metrics = Metrics()
     with receiving(204) as receiver:
-        events = start(metrics, events=receiver.url, events_ca=authorities, events_secret_file=str(secret))
+        events = start(
+            metrics, events=receiver.url, events_ca=authorities, events_secret_file=str(secret)
+        )
         for _ in range(3):
             events.emit("loop_began", "p", {"policy": "p"})
         eventually(lambda: count(metrics, "sent") == 3, "the batch")
@@ -90,7 +93,10 @@ def test_webhook_gets_signed_batches(tmp_path: Path, authorities: str) -> None:
 
     sent, body = receiver.batches[0]
     signed = f"{sent['webhook-id']}.{sent['webhook-timestamp']}.".encode() + body
-    assert sent["webhook-signature"] == f"v1,{base64.b64encode(hmac.new(b'key', signed, hashlib.sha256).digest()).decode()}"
+    assert (
+        sent["webhook-signature"]
+        == f"v1,{base64.b64encode(hmac.new(b'key', signed, hashlib.sha256).digest()).decode()}"
+    )
     assert sent["content-type"] == "application/cloudevents-batch+json; charset=utf-8"
     told = [event for _, batch in receiver.batches for event in json.loads(batch)]
     assert [event["type"] for event in told] == [TYPES["loop_began"]] * 3
@@ -102,7 +108,10 @@ def test_events_are_sent_again_until_accepted_or_refused(authorities: str) -> No
         events = start(metrics, events=receiver.url, events_ca=authorities)
         for result, number in (("sent", 1), ("dropped", 1), ("sent", 2)):
             events.emit("loop_began", "p", {})
-            eventually(lambda result=result, number=number: count(metrics, result) == number, "an answer")  # type: ignore[misc]
+            eventually(
+                lambda result=result, number=number: count(metrics, result) == number,  # type: ignore[misc]
+                "an answer",
+            )
         events.close()
 
     bodies = [body for _, body in receiver.batches]
@@ -145,7 +154,9 @@ def test_unreachable_receiver_costs_a_bounded_queue(monkeypatch: pytest.MonkeyPa
     events.close()
     at_the_end = count(metrics, "dropped")
     sink.free.set()
-    eventually(sink.closed.is_set, "the end of the thread, which may be slower than that of the process")
+    eventually(
+        sink.closed.is_set, "the end of the thread, which may be slower than that of the process"
+    )
 
     assert 1_000 - 100 <= too_many <= 1_000
     assert MAX_QUEUED < at_the_end <= MAX_QUEUED + 1_000
@@ -165,7 +176,9 @@ class Told:
 def test_loop_events_are_began_escalated_and_ended() -> None:
     told = Told()
     watcher = LoopEvents(told, lambda: False)
-    service = make_service(policy("p", ANY, action="warn", escalate={"reject": 5}, limit_keys=["header:x-user-id"]))
+    service = make_service(
+        policy("p", ANY, action="warn", escalate={"reject": 5}, limit_keys=["header:x-user-id"])
+    )
     table, now = service.reporter.loops, time.time()
     for times in (3, 1, 1, 1):
         repeat(service, headers(end=True, x_user_id="secret"), times=times)
@@ -173,9 +186,17 @@ def test_loop_events_are_began_escalated_and_ended() -> None:
     watcher.look(table.list_loops(), now + 120)
     watcher.look(table.list_loops(), now + 121)
 
-    assert [event[:2] for event in told.events] == [("loop_began", "p"), ("loop_escalated", "p"), ("loop_ended", "p")]
+    assert [event[:2] for event in told.events] == [
+        ("loop_began", "p"),
+        ("loop_escalated", "p"),
+        ("loop_ended", "p"),
+    ]
     began, _, ended = (data for _, _, data in told.events)
-    assert (began["count"], began["requests"], ended["requests"]) == (3, {"warn": 1}, {"warn": 2, "reject": 2})
+    assert (began["count"], began["requests"], ended["requests"]) == (
+        3,
+        {"warn": 1},
+        {"warn": 2, "reject": 2},
+    )
     assert began["loopguard.caller"] == table.list_loops()[0].tenant
     assert "secret" not in str(told.events)
 
@@ -186,7 +207,10 @@ def test_session_limit_and_kill_are_one_event_each() -> None:
     table, cost = SessionTable(), LIMITS.index("max_cost_per_session")
     standings = [
         Standing(steps=1),
-        *[Standing(cost, 2 * 10**9, 10**9, steps=1, blocks=blocks, cost=2 * 10**9, age_ms=9_000) for blocks in (1, 2, 3)],
+        *[
+            Standing(cost, 2 * 10**9, 10**9, steps=1, blocks=blocks, cost=2 * 10**9, age_ms=9_000)
+            for blocks in (1, 2, 3)
+        ],
         *[Standing(1, steps=1, blocks=blocks, killed=1, age_ms=9_000) for blocks in (4, 5)],
         Standing(steps=1),
         *[Standing(LIMITS.index("max_steps"), 1, 1, steps=1, blocks=blocks) for blocks in (1, 2)],
@@ -196,14 +220,21 @@ def test_session_limit_and_kill_are_one_event_each() -> None:
         note(table, standing, now, now=1_000.0 + now, caller=[("user", "secret")])
         watcher.look(table.copy())
 
-    assert [(kind, subject, data["limit"], data["killed"]) for kind, subject, data in told.events] == [
+    assert [
+        (kind, subject, data["limit"], data["killed"]) for kind, subject, data in told.events
+    ] == [
         ("session_limited", "p", "max_cost_per_session", None),
         ("session_killed", "p", "killed", "consecutive_blocks"),
         ("session_limited", "p", "max_steps", None),
         ("session_killed", "p", "killed", "operator"),
     ]
     first = told.events[0][2]
-    assert [first[name] for name in ("used", "allowed", "actual_cost", "total_step_count")] == [2, 1, 2, 1]
+    assert [first[name] for name in ("used", "allowed", "actual_cost", "total_step_count")] == [
+        2,
+        1,
+        2,
+        1,
+    ]
     assert "secret" not in str(told.events)
 
 
@@ -213,7 +244,10 @@ MISSING = "/nowhere/no/such"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"events": "http://h.example/hook"}, "--events must be a file, - or https://..., not 'http://h.example/hook'"),
+        (
+            {"events": "http://h.example/hook"},
+            "--events must be a file, - or https://..., not 'http://h.example/hook'",
+        ),
         ({"events": "ftp://x"}, "--events must be a file, - or https://..., not 'ftp://x'"),
         ({"events": MISSING}, "--events"),
         ({"events": "https://h/", "events_secret_file": MISSING}, "--events-secret-file"),
@@ -236,7 +270,9 @@ def test_unusable_event_target_is_an_error(settings: dict[str, str], message: st
         ({"thread_id": "t"}, "header:thread-id", None),
     ],
 )
-def test_agent_id_is_shown_unless_it_identifies_the_caller(sent: dict[str, Any], keys: str, shown: str | None) -> None:
+def test_agent_id_is_shown_unless_it_identifies_the_caller(
+    sent: dict[str, Any], keys: str, shown: str | None
+) -> None:
     told, service = Told(), make_service(policy("p", ANY, action="warn", limit_keys=[keys]))
 
     repeat(service, headers(end=True, x_user_id="ann", **sent), times=3)

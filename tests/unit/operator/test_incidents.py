@@ -30,7 +30,13 @@ PATHS = {as_responses: "/v1/responses", as_anthropic: "/v1/messages"}
 class Fleet(Operated):
     """Agents of several callers behind policies, and a clock of the test's own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *policies: dict[str, Any], replicas: int = 1, **loop: Any) -> None:  # noqa: ANN401  # keys of loop_detection
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *policies: dict[str, Any],
+        replicas: int = 1,
+        **loop: Any,  # noqa: ANN401  # keys of loop_detection
+    ) -> None:
         self.clock = Ahead(monkeypatch)
         super().__init__(*(policies or (policy("p", ANY, **{**STEER, **loop}),)), replicas=replicas)
 
@@ -47,7 +53,10 @@ class Fleet(Operated):
     ) -> Any:  # noqa: ANN401  # a reply
         """The reply to a conversation about a task in which a tool has failed so often."""
         self.clock.seconds += 1
-        done = [Did(((tool, {"about": task}),), (error,), "", f"{task}: thought {n}", n) for n in range(1, times + 1)]
+        done = [
+            Did(((tool, {"about": task}),), (error,), "", f"{task}: thought {n}", n)
+            for n in range(1, times + 1)
+        ]
         sent = headers(PATHS.get(write, CHAT), x_user_id=caller)
         return exchange(self.services[replica], sent, body(json.dumps(write(done)).encode()))[-1]
 
@@ -81,7 +90,9 @@ def test_fifth_failing_session_begins_an_incident(fleet: Fleet, times: int, earl
 
 
 @pytest.mark.parametrize("write", [as_chat, as_responses, as_anthropic])
-@pytest.mark.parametrize("error", [DOWN, "500 Internal Server Error: exception", "error: 503 Service Unavailable"])
+@pytest.mark.parametrize(
+    "error", [DOWN, "500 Internal Server Error: exception", "error: 503 Service Unavailable"]
+)
 def test_server_errors_are_incidents_in_every_api(fleet: Fleet, error: str, write: Any) -> None:  # noqa: ANN401
     assert fleet.fail(error=error, write=write)[-1] == "steer"
 
@@ -102,13 +113,17 @@ def test_client_errors_are_no_incident(fleet: Fleet, error: str) -> None:
     assert set(fleet.fail(error=error)) == {"reject"}
 
 
-@pytest.mark.parametrize(("callers", "tasks"), [("a", "123456789"), ("ab", "12"), ("abcdabcdabcd", "1")])
+@pytest.mark.parametrize(
+    ("callers", "tasks"), [("a", "123456789"), ("ab", "12"), ("abcdabcdabcd", "1")]
+)
 def test_few_callers_or_sessions_make_no_incident(fleet: Fleet, callers: str, tasks: str) -> None:
     assert set(fleet.fail(callers, tasks)) == {"reject"}
 
 
 def test_growing_session_counts_once(fleet: Fleet) -> None:
-    assert [fleet.act(caller, "1", times) for times in range(5, 10) for caller in "abcd"] == ["reject"] * 20
+    assert [fleet.act(caller, "1", times) for times in range(5, 10) for caller in "abcd"] == [
+        "reject"
+    ] * 20
 
 
 def test_other_tools_and_errors_are_not_spared(fleet: Fleet) -> None:
@@ -132,7 +147,11 @@ def test_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
     for _ in range(3):
         look("ab", "123")
     assert [(kind, subject) for kind, subject, _ in told] == [("tool_failing", "p")]
-    assert [told[0][2][name] for name in ("gen_ai.tool.name", "callers", "sessions")] == ["search", 2, 6]
+    assert [told[0][2][name] for name in ("gen_ai.tool.name", "callers", "sessions")] == [
+        "search",
+        2,
+        6,
+    ]
     (first,) = fleet.list_incidents()
     fleet.clock.seconds += INCIDENT_SECONDS + 1
     assert look("ab", "123") == ["reject"] * 4 + ["steer"] * 2
@@ -225,4 +244,9 @@ def test_incident_rows_of_replicas_are_merged(monkeypatch: pytest.MonkeyPatch) -
 
     (row,) = fleet.list_incidents()
 
-    assert [row[name] for name in ("tool", "callers", "sessions", "requests")] == ["search", 4, 12, 18]
+    assert [row[name] for name in ("tool", "callers", "sessions", "requests")] == [
+        "search",
+        4,
+        12,
+        18,
+    ]

@@ -76,7 +76,10 @@ UNSAFE: dict[str, Callable[[Path], None]] = {
 def test_unsafe_token_file_is_not_read(name: str) -> None:
     UNSAFE[name](write_token(PORT))
 
-    with pytest.raises(OSError, match=r"must be a (file|folder) of this user alone, with mode [67]00|Too many levels"):
+    with pytest.raises(
+        OSError,
+        match=r"must be a (file|folder) of this user alone, with mode [67]00|Too many levels",
+    ):
         read_token(PORT)
     if "folder" in name:
         with pytest.raises(PermissionError, match="must be a folder of this user alone"):
@@ -106,9 +109,27 @@ HERE = "Run the commands on the server's machine, as its user."
     [
         (lambda: _share("127.0.0.1:9900"), "tunnel:80", "", False, HERE),
         (lambda: _share("[::1]:9901"), "localhost:9901", " --admin '[::1]:9901'", False, HERE),
-        (lambda: _configure("localhost:9900"), "rebound.example:9900", "", True, "Run the commands where the token file is."),
-        (lambda: _configure(""), "lg:9900", " --admin lg:9900", False, "Add --token-file PATH to the commands"),
-        (lambda: Credentials("", "/run/a.sock"), "lg:9900", " --admin unix:/run/a.sock", False, HERE),
+        (
+            lambda: _configure("localhost:9900"),
+            "rebound.example:9900",
+            "",
+            True,
+            "Run the commands where the token file is.",
+        ),
+        (
+            lambda: _configure(""),
+            "lg:9900",
+            " --admin lg:9900",
+            False,
+            "Add --token-file PATH to the commands",
+        ),
+        (
+            lambda: Credentials("", "/run/a.sock"),
+            "lg:9900",
+            " --admin unix:/run/a.sock",
+            False,
+            HERE,
+        ),
         (lambda: Credentials(""), "a;b", " --admin 'a;b'", False, "This server takes no orders"),
     ],
 )

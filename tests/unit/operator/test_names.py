@@ -29,7 +29,12 @@ KEYED: dict[str, Any] = {"authorization": f"Bearer {SECRET}"}
 SENT: dict[str, Any] = {**KEYED, "x_team": "blue"}
 NAMED: dict[str, Any] = {"x_user_id": "ann"}
 ALTERNATIVES = {"first_of": ["jwt:sub", "credential", "header:x-user-id"], "name": "caller"}
-OWN_KEYS: list[list[Any]] = [["credential"], ["header:authorization"], [ALTERNATIVES], [ALTERNATIVES, "credential"]]
+OWN_KEYS: list[list[Any]] = [
+    ["credential"],
+    ["header:authorization"],
+    [ALTERNATIVES],
+    [ALTERNATIVES, "credential"],
+]
 BY_CREDENTIAL: dict[str, Any] = {"limit_keys": ["credential"]}
 ALIASES: dict[str, Any] = {"aliases": {HIDDEN: "team-a"}}
 LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization"]}
@@ -37,7 +42,10 @@ LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization"]}
 
 def budget(name: str, limit_keys: list[Any], by: str = "header:x-user-id") -> dict[str, Any]:
     """A policy with a budget of two requests, whose rule tells callers apart by other keys than the policy."""
-    algorithm = {"algorithm": "token_bucket", "algorithm_config": {"tokens_per_second": 0.001, "burst": 2}}
+    algorithm = {
+        "algorithm": "token_bucket",
+        "algorithm_config": {"tokens_per_second": 0.001, "burst": 2},
+    }
     made = policy(name, ANY, limit_keys=[by])
     del made["spec"]["loop_detection"]
     made["spec"]["rules"] = [{"name": "few", "limit_keys": limit_keys, **algorithm}]
@@ -63,10 +71,14 @@ def write_id(value: object) -> str:
     ],
     ids=write_id,
 )
-def test_limit_key_has_one_name_on_all_pages(keys: list[Any], sent: dict[str, Any], name: str) -> None:
+def test_limit_key_has_one_name_on_all_pages(
+    keys: list[Any], sent: dict[str, Any], name: str
+) -> None:
     session = limited(max_steps=9, session={"keys": ["header:x-session-id"]})
     session["spec"] |= {"limit_keys": keys}
-    one = Operated(policy("loops", ANY, limit_keys=keys), session, budget("money", keys, by=keys[-1]))
+    one = Operated(
+        policy("loops", ANY, limit_keys=keys), session, budget("money", keys, by=keys[-1])
+    )
     send(one.service, 3, **sent, x_session_id="s")
 
     rows = list_rows(one)
@@ -94,14 +106,18 @@ def test_order_by_any_rows_hash_frees_every_policy(shown: str) -> None:
     given, notes = one.give(kind="allow", caller=row["caller"])
 
     assert given["meets"] == ["loops", "money"]
-    assert [note.startswith("this applies to loops, money, but not to other, which") for note in notes] == [True]
+    assert [
+        note.startswith("this applies to loops, money, but not to other, which") for note in notes
+    ] == [True]
     assert send(one.service, 3, **KEYED) == [200] * 3
     assert one.give(kind="block", tool="deploy")[0].get("meets") is None
 
 
 @pytest.mark.parametrize("kind", ["block", "allow", "release"])
 def test_order_takes_the_hash_of_a_rules_caller(kind: str) -> None:
-    one = Operated(budget("money", ["header:x-team"]), budget("more", ["credential"], by="credential"))
+    one = Operated(
+        budget("money", ["header:x-team"]), budget("more", ["credential"], by="credential")
+    )
     named = {**NAMED, "x_team": "red"}
     assert send(one.service, 3, **named) == [200, 200, 429]
     row = next(row for row in list_rows(one) if row["policy"] == "money")
@@ -116,7 +132,9 @@ def test_order_takes_the_hash_of_a_rules_caller(kind: str) -> None:
 
 def test_release_of_one_rule_leaves_other_budgets() -> None:
     made = budget("money", ["header:x-team"])
-    made["spec"]["rules"].append({**made["spec"]["rules"][0], "name": "each", "limit_keys": ["header:x-user-id"]})
+    made["spec"]["rules"].append(
+        {**made["spec"]["rules"][0], "name": "each", "limit_keys": ["header:x-user-id"]}
+    )
     one = Operated(made)
     send(one.service, 3, x_user_id="ann", x_team="red")
     team = hash_descriptor("x-team", "red")
@@ -128,7 +146,10 @@ def test_release_of_one_rule_leaves_other_budgets() -> None:
 
 def test_order_by_key_meets_all_its_users() -> None:
     keys = ["credential", "header:x-user-id"]
-    one = Operated(policy("loops", ANY, limit_keys=keys), policy("all", {"pathExact": "/o"}, limit_keys=["credential"]))
+    one = Operated(
+        policy("loops", ANY, limit_keys=keys),
+        policy("all", {"pathExact": "/o"}, limit_keys=["credential"]),
+    )
     for user in ("ann", "bob"):
         send(one.service, 3, **KEYED, x_user_id=user)
     rows = list_rows(one)
@@ -148,17 +169,31 @@ def test_order_by_key_meets_all_its_users() -> None:
         *(
             (keys, caller, KEYED)
             for keys in OWN_KEYS
-            for caller in (HIDDEN, *({"credential": text} for text in (SECRET, f"Bearer {SECRET}", HIDDEN)))
+            for caller in (
+                HIDDEN,
+                *({"credential": text} for text in (SECRET, f"Bearer {SECRET}", HIDDEN)),
+            )
         ),
-        *((keys, {name: f"Bearer {SECRET}"}, KEYED) for keys in OWN_KEYS for name in ("authorization", "header:authorization")),
-        *(([ALTERNATIVES], {"caller": f"credential:{secret}"}, KEYED) for secret in (SECRET, HIDDEN)),
+        *(
+            (keys, {name: f"Bearer {SECRET}"}, KEYED)
+            for keys in OWN_KEYS
+            for name in ("authorization", "header:authorization")
+        ),
+        *(
+            ([ALTERNATIVES], {"caller": f"credential:{secret}"}, KEYED)
+            for secret in (SECRET, HIDDEN)
+        ),
         *(([ALTERNATIVES], {name: "ann"}, NAMED) for name in ("x-user-id", "header:x-user-id")),
         ([ALTERNATIVES], {"caller": "header:x-user-id:ann"}, NAMED),
         (["credential"], "team-a", KEYED),
     ],
     ids=write_id,
 )
-def test_order_takes_alias_hash_value_or_secret(keys: list[Any], caller: Any, sent: dict[str, Any]) -> None:  # noqa: ANN401  # as JSON
+def test_order_takes_alias_hash_value_or_secret(
+    keys: list[Any],
+    caller: Any,  # noqa: ANN401  # as JSON
+    sent: dict[str, Any],
+) -> None:
     loop: dict[str, Any] = {"threshold_identical_requests": 2, "action": "warn"}
     one = Operated(policy("loops", ANY, limit_keys=keys, **loop, **ALIASES))
     send(one.service, 2, **sent)
@@ -176,20 +211,32 @@ def test_order_takes_alias_hash_value_or_secret(keys: list[Any], caller: Any, se
 
 
 def list_loops(made: Operated, caller: str = "") -> list[dict[str, Any]]:
-    return [loop for row in made.ask("/loops", caller=caller)["conversations"] for loop in row["loops"]]
+    return [
+        loop for row in made.ask("/loops", caller=caller)["conversations"] for loop in row["loops"]
+    ]
 
 
 def test_alias_and_labels_are_shown_with_the_hash(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    made = Operated(policy("p", ANY, **BY_CREDENTIAL, **LABELS), policy("other", {"pathExact": "/o"}, **ALIASES))
+    made = Operated(
+        policy("p", ANY, **BY_CREDENTIAL, **LABELS), policy("other", {"pathExact": "/o"}, **ALIASES)
+    )
     service = made.service
     send(service, 3, **SENT)
     events: list[Any] = []
-    LoopEvents(lambda *event: events.append(event[2]), lambda: False).look(service.reporter.loops.list_loops(), time.time())
-    (row,), (line,), (event,) = list_loops(made), [vars(record)["fields"] for record in caplog.records], events
+    LoopEvents(lambda *event: events.append(event[2]), lambda: False).look(
+        service.reporter.loops.list_loops(), time.time()
+    )
+    (row,), (line,), (event,) = (
+        list_loops(made),
+        [vars(record)["fields"] for record in caplog.records],
+        events,
+    )
     labels = {"x-team": "blue", "authorization": HIDDEN}
 
-    assert [(shown["alias"], shown["labels"]) for shown in (row, line, event)] == [("team-a", labels)] * 3
+    assert [(shown["alias"], shown["labels"]) for shown in (row, line, event)] == [
+        ("team-a", labels)
+    ] * 3
     assert (row["caller"], row["credentials"], row["descriptors"]) == (HIDDEN, [HIDDEN], None)
     assert write_caller(row) == f"team-a (x-team: blue, authorization: {HIDDEN})"
     chosen = ("team-a", "blue", HIDDEN, HIDDEN[:5], "team-b")
@@ -200,7 +247,9 @@ def test_alias_and_labels_are_shown_with_the_hash(caplog: pytest.LogCaptureFixtu
 def test_labels_are_cut_and_separate_no_callers() -> None:
     made = Operated(policy("p", ANY, **BY_CREDENTIAL, **LABELS))
 
-    statuses = [send(made.service, **KEYED, x_team=team)[0] for team in ("a", "b", "\udcff" + "x" * 500)]
+    statuses = [
+        send(made.service, **KEYED, x_team=team)[0] for team in ("a", "b", "\udcff" + "x" * 500)
+    ]
 
     assert statuses == [200, 200, 429]
     assert list_loops(made)[0]["labels"]["x-team"] == "\\udcff" + "x" * 127
@@ -214,9 +263,13 @@ def test_sessions_show_alias_and_labels() -> None:
         send(made.service, 1, content, **SENT, x_session_id="s")
     (row,) = made.ask("/sessions")["sessions"]
     events: list[Any] = []
-    SessionEvents(lambda *event: events.append(event[2]), lambda: False).look(made.service.reporter.sessions.copy())
+    SessionEvents(lambda *event: events.append(event[2]), lambda: False).look(
+        made.service.reporter.sessions.copy()
+    )
 
-    assert [(shown["alias"], shown["labels"]["x-team"]) for shown in (row, *events)] == [("team-a", "blue")] * 2
+    assert [(shown["alias"], shown["labels"]["x-team"]) for shown in (row, *events)] == [
+        ("team-a", "blue")
+    ] * 2
 
 
 def test_client_cannot_claim_an_alias() -> None:
@@ -241,13 +294,27 @@ def test_unknown_alias_is_an_error_with_known_ones() -> None:
     ("target", "expected"),
     [
         (Target(descriptors=(("authorization", hash_descriptor("authorization", HIDDEN)),)), 429),
-        (Target(descriptors=(("authorization", hash_descriptor("authorization", f"Bearer {SECRET}")),)), 200),
+        (
+            Target(
+                descriptors=(
+                    ("authorization", hash_descriptor("authorization", f"Bearer {SECRET}")),
+                )
+            ),
+            200,
+        ),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["body:/model"]])
-def test_order_by_secret_keeps_only_a_keyed_hash(target: Target, expected: int, more: list[str]) -> None:
+def test_order_by_secret_keeps_only_a_keyed_hash(
+    target: Target, expected: int, more: list[str]
+) -> None:
     one = Operated(
-        policy("p", ANY, limit_keys=["header:authorization", "header:x-team", *more], threshold_identical_requests=9)
+        policy(
+            "p",
+            ANY,
+            limit_keys=["header:authorization", "header:x-team", *more],
+            threshold_identical_requests=9,
+        )
     )
     standing = order(BLOCK, target)
     one.put_order(standing.name, write_override(standing))
@@ -257,7 +324,9 @@ def test_order_by_secret_keeps_only_a_keyed_hash(target: Target, expected: int, 
 
 
 def test_invalid_aliases_and_labels_are_reported_in_place() -> None:
-    errors = refused(spec(aliases={"abc": "a", HIDDEN: "a b", "0" * 16: HIDDEN}, labels=["body:/team", "team"]))
+    errors = refused(
+        spec(aliases={"abc": "a", HIDDEN: "a b", "0" * 16: HIDDEN}, labels=["body:/team", "team"])
+    )
 
     assert sorted(pointer for pointer, _ in plain(errors)) == [
         f"/spec/aliases/{key}" for key in sorted(["0" * 16, HIDDEN, "abc"])

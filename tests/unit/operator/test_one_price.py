@@ -26,7 +26,13 @@ PRICES = {"*": {"input": 10, "output": 100}}
 TOLD = {"input": 2_000, "output": 150}
 """Of an answer: 0.02 and 0.015 dollars."""
 
-DAY: dict[str, Any] = {"budget": 50, "period": "1d", "cost_key": "usage:dollars", "prices": PRICES, "staged_actions": REJECT}
+DAY: dict[str, Any] = {
+    "budget": 50,
+    "period": "1d",
+    "cost_key": "usage:dollars",
+    "prices": PRICES,
+    "staged_actions": REJECT,
+}
 BUDGET = rule("cost_based", "day", USER["limit_keys"], **DAY)
 LIMITS = {"session": {}, "session_limits": {"max_cost_per_session": 40.0, "prices": PRICES}}
 LOOPS = policy("p", ANY, similarity="turns", action="steer", **USER)
@@ -34,10 +40,17 @@ WITH_BOTH = {"id": "p", "spec": {**LOOPS["spec"], **LIMITS, "rules": [BUDGET]}}
 WITH_BUDGET = {"id": "p", "spec": {**LOOPS["spec"], "rules": [BUDGET]}}
 
 
-def loop(number: int, *, log_on: Service | None, told: Mapping[str, int] | None, service: Service) -> None:
-    turns = [Did((("search", {"q": "x"}),), ("nothing found " * 40,), "", "again", n) for n in range(3 + number)]
+def loop(
+    number: int, *, log_on: Service | None, told: Mapping[str, int] | None, service: Service
+) -> None:
+    turns = [
+        Did((("search", {"q": "x"}),), ("nothing found " * 40,), "", "again", n)
+        for n in range(3 + number)
+    ]
     content = json.dumps(as_chat(turns)).encode()
-    answer = decoded(exchange(service, headers(CHAT, x_user_id="ann", x_session_id="s"), body(content))[-1])
+    answer = decoded(
+        exchange(service, headers(CHAT, x_user_id="ann", x_session_id="s"), body(content))[-1]
+    )
     if log_on is not None:
         sessions = json.loads(metadata_of(answer)["sessions"])
         message = log({"told": told, "sessions": sessions, "sizes": (len(content), 4_000)})
@@ -50,10 +63,19 @@ def read_costs(made: Operated, replica: int = 0) -> list[tuple[float, float]]:
     """The cost of all requests and its estimated part: in loops, sessions and budgets, as far as the policy has these."""
     (row,) = made.ask("/loops", replica)["conversations"]
     assert (row["requests"], row["requests_sent_on"]) == (REQUESTS, REQUESTS)
-    runs, budgets = made.ask("/sessions", replica)["sessions"], made.ask("/budgets", replica)["budgets"]
+    runs, budgets = (
+        made.ask("/sessions", replica)["sessions"],
+        made.ask("/budgets", replica)["budgets"],
+    )
     return [
         (row["cost_sent_on_usd"], row["estimated_cost_usd"]),
-        *[(run["actual_cost"] + run["reserved_cost"], run["estimated_cost"] + run["reserved_cost"]) for run in runs],
+        *[
+            (
+                run["actual_cost"] + run["reserved_cost"],
+                run["estimated_cost"] + run["reserved_cost"],
+            )
+            for run in runs
+        ],
         *[(budget["used"], budget["estimated"]) for budget in budgets],
     ]
 
@@ -62,11 +84,19 @@ def read_costs(made: Operated, replica: int = 0) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("told", [TOLD, None], ids=["usage", "no usage"])
 @pytest.mark.parametrize("ends_on", [0, 1, None], ids=["here", "another replica", "no access log"])
 def test_requests_have_one_price_in_all_views(
-    spec: dict[str, Any], told: dict[str, int] | None, ends_on: int | None, capsys: pytest.CaptureFixture[str]
+    spec: dict[str, Any],
+    told: dict[str, int] | None,
+    ends_on: int | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = Operated(spec, replicas=2)
     for number in range(REQUESTS):
-        loop(number, log_on=None if ends_on is None else made.services[ends_on], told=told, service=made.service)
+        loop(
+            number,
+            log_on=None if ends_on is None else made.services[ends_on],
+            told=told,
+            service=made.service,
+        )
 
     known = ends_on is not None and told is not None
     for replica in (0, 1):
@@ -88,4 +118,6 @@ def test_price_flag_applies_to_loops_alone() -> None:
         loop(number, log_on=made.service, told=TOLD, service=made.service)
 
     assert read_costs(made)[0] == (20.0, 20.0)
-    assert made.ask("/loops")["conversations"][0]["input_tokens_sent_on"] == REQUESTS * TOLD["input"]
+    assert (
+        made.ask("/loops")["conversations"][0]["input_tokens_sent_on"] == REQUESTS * TOLD["input"]
+    )

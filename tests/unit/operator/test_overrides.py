@@ -27,7 +27,13 @@ from extproc.errors import BadOrderError
 from extproc.ext_proc.service import Service
 from extproc.operator import overrides
 from extproc.operator.admin.row_states import read_time
-from extproc.operator.overrides import Seen, describe_override, parse_order, read_override, write_override
+from extproc.operator.overrides import (
+    Seen,
+    describe_override,
+    parse_order,
+    read_override,
+    write_override,
+)
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.session_limits import BUDGET_KEYS
@@ -47,7 +53,9 @@ GUARDED = policy("p", ANY, **USER)
 BY_NAME = {"x-user-id": "ann"}
 
 
-def ask(service: Service, user: str = "ann", data: bytes = b"{}", path: str = CHAT) -> ProcessingResponse:
+def ask(
+    service: Service, user: str = "ann", data: bytes = b"{}", path: str = CHAT
+) -> ProcessingResponse:
     return decoded(exchange(service, headers(path, x_user_id=user), body(data))[-1])
 
 
@@ -63,7 +71,10 @@ def operate(replicas: int = 1, *policies: dict[str, Any]) -> Operated:
 # What holds for a request
 
 
-CALL = b'{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "%s", "arguments": {}}}'
+CALL = (
+    b'{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "%s", '
+    b'"arguments": {}}}'
+)
 CALLER, SESSION = hash_tenant("x-team=t|x-user-id=ann"), hash_descriptor("header:x-session-id", "s")
 
 
@@ -88,7 +99,10 @@ CALLER, SESSION = hash_tenant("x-team=t|x-user-id=ann"), hash_descriptor("header
     ],
 )
 def test_override_needs_everything_it_names(target: dict[str, Any], holds: bool) -> None:
-    keys: dict[str, Any] = {"limit_keys": ["header:x-user-id", "header:x-team"], "session": {"keys": ["header:x-session-id"]}}
+    keys: dict[str, Any] = {
+        "limit_keys": ["header:x-user-id", "header:x-team"],
+        "session": {"keys": ["header:x-session-id"]},
+    }
     one = operate(1, policy("p", ANY, similarity="mcp", **keys))
     one.give(kind="block", **target)
 
@@ -102,7 +116,10 @@ def test_override_ends_at_its_time() -> None:
 
 
 def test_one_of_ten_thousand_overrides_is_found() -> None:
-    users = [Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"u{number}")),)) for number in range(10_000)]
+    users = [
+        Target(descriptors=(("x-user-id", hash_descriptor("x-user-id", f"u{number}")),))
+        for number in range(10_000)
+    ]
     service = apply_orders(make_service(GUARDED), *[order(BLOCK, target) for target in users])
 
     assert (send(service, x_user_id="u7"), send(service)) == ([429], [200])
@@ -116,7 +133,10 @@ def test_allowed_callers_loop_passes_and_is_counted() -> None:
 
     assert send(service, 5) == [200] * 5
     assert send(service, 3, x_user_id="bob") == [200, 200, 429]
-    assert service.metrics.decisions == {("p", "enforce", "allow"): 7, ("p", "enforce", "reject"): 1}
+    assert service.metrics.decisions == {
+        ("p", "enforce", "allow"): 7,
+        ("p", "enforce", "reject"): 1,
+    }
     assert count(service, "allow") == 3
     assert send(apply_orders(service)) == [429]  # it was counted all the while
     assert send(apply_orders(make_service(GUARDED), order(ALLOW), order(BLOCK))) == [429]
@@ -135,7 +155,10 @@ def test_allowed_caller_gets_no_action_of_any_kind(action: str) -> None:
 def test_shadow_policy_applies_allow_and_release() -> None:
     service = make_service(policy("p", ANY, mode="shadow", **USER))
     send(apply_orders(service, order(ALLOW)), 3)
-    assert (service.metrics.decisions, count(service, "allow", "shadow")) == ({("p", "shadow", "allow"): 3}, 1)
+    assert (service.metrics.decisions, count(service, "allow", "shadow")) == (
+        {("p", "shadow", "allow"): 3},
+        1,
+    )
     send(apply_orders(service), 1)
     send(apply_orders(service, order(RELEASE)), 2)
 
@@ -156,7 +179,9 @@ def test_allowed_caller_passes_uncounted() -> None:
 
 
 def test_blocked_caller_is_refused_on_headers(caplog: pytest.LogCaptureFixture) -> None:
-    service = apply_orders(make_service(GUARDED), order(BLOCK, lasts=90, reason="runaway", who="eve"))
+    service = apply_orders(
+        make_service(GUARDED), order(BLOCK, lasts=90, reason="runaway", who="eve")
+    )
 
     (reply,) = exchange(service, headers(x_user_id="ann"))
     answer = decoded(reply)
@@ -170,13 +195,27 @@ def test_blocked_caller_is_refused_on_headers(caplog: pytest.LogCaptureFixture) 
     assert send(service, 1, x_user_id="bob") == [200]
     assert service.metrics.decisions == {("p", "enforce", "allow"): 1}
     assert count(service, "block") == 1
-    (line,) = [vars(record)["fields"] for record in caplog.records if record.getMessage() == "blocked"]
-    assert line == {"override": "o", "policy": "p", "reason": "runaway", "who": "eve", "requests": 1}
+    (line,) = [
+        vars(record)["fields"] for record in caplog.records if record.getMessage() == "blocked"
+    ]
+    assert line == {
+        "override": "o",
+        "policy": "p",
+        "reason": "runaway",
+        "who": "eve",
+        "requests": 1,
+    }
 
 
-@pytest.mark.parametrize(("chosen", "expected", "waits"), [("auto", 400, False), (429, 429, True), (403, 429, True)])
-def test_block_with_automatic_status_is_a_final_400(chosen: int | str, expected: int, waits: bool) -> None:
-    service = apply_orders(make_service(policy("p", ANY, **USER, reject_status=chosen)), order(BLOCK))
+@pytest.mark.parametrize(
+    ("chosen", "expected", "waits"), [("auto", 400, False), (429, 429, True), (403, 429, True)]
+)
+def test_block_with_automatic_status_is_a_final_400(
+    chosen: int | str, expected: int, waits: bool
+) -> None:
+    service = apply_orders(
+        make_service(policy("p", ANY, **USER, reject_status=chosen)), order(BLOCK)
+    )
 
     answer = ask(service)
 
@@ -184,9 +223,13 @@ def test_block_with_automatic_status_is_a_final_400(chosen: int | str, expected:
 
 
 def test_blocked_caller_with_uncountable_body_is_refused() -> None:
-    service = apply_orders(make_service(policy("p", ANY, similarity="canonical", **USER)), order(BLOCK))
+    service = apply_orders(
+        make_service(policy("p", ANY, similarity="canonical", **USER)), order(BLOCK)
+    )
 
-    assert status(decoded(exchange(service, headers(x_user_id="ann", upgrade="websocket"))[-1])) == 429
+    assert (
+        status(decoded(exchange(service, headers(x_user_id="ann", upgrade="websocket"))[-1])) == 429
+    )
 
 
 def test_caller_named_in_the_body_is_blocked_there() -> None:
@@ -197,7 +240,9 @@ def test_caller_named_in_the_body_is_blocked_there() -> None:
 
 
 def test_shadow_policy_blocks_no_request() -> None:
-    service = make_service(policy("p", ANY, mode="shadow", **USER), policy("q", {"pathExact": "/q"}, **USER))
+    service = make_service(
+        policy("p", ANY, mode="shadow", **USER), policy("q", {"pathExact": "/q"}, **USER)
+    )
     apply_orders(service, order(BLOCK))
 
     assert (send(service), send(service, path="/q")) == ([200], [429])
@@ -205,7 +250,10 @@ def test_shadow_policy_blocks_no_request() -> None:
 
 
 def test_blocked_mcp_tool_is_a_failed_call() -> None:
-    service = apply_orders(make_service(policy("p", ANY, similarity="mcp", **USER)), order(BLOCK, Target(tool="search")))
+    service = apply_orders(
+        make_service(policy("p", ANY, similarity="mcp", **USER)),
+        order(BLOCK, Target(tool="search")),
+    )
 
     answer = json.loads(ask(service, data=CALL % b"search").immediate_response.body)
 
@@ -220,7 +268,9 @@ def test_blocked_mcp_tool_is_a_failed_call() -> None:
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 @pytest.mark.parametrize("cooldown", [0, 600])
 def test_release_clears_counts_and_cooldowns_once(window_type: str, cooldown: int) -> None:
-    service = make_service(policy("p", ANY, window_type=window_type, cooldown_seconds=cooldown, **USER))
+    service = make_service(
+        policy("p", ANY, window_type=window_type, cooldown_seconds=cooldown, **USER)
+    )
     assert send(service, 4) == send(service, 4, x_user_id="bob") == [200, 200, 429, 429]
 
     apply_orders(service, order(RELEASE))
@@ -239,7 +289,9 @@ def test_order_by_fingerprint_leaves_other_loops(kind: str, refused: bytes) -> N
     (name,) = [loop.fingerprint for loop in service.reporter.loops.list_loops()][1:]
     apply_orders(service, order(kind, Target(fingerprint=name)))
 
-    assert {data: send(service, 1, data) for data in (b"a", b"b")} == {b"a": [200], b"b": [200]} | {refused: [429]}
+    assert {data: send(service, 1, data) for data in (b"a", b"b")} == {b"a": [200], b"b": [200]} | {
+        refused: [429]
+    }
 
 
 def test_newest_of_several_releases_applies() -> None:
@@ -259,7 +311,9 @@ def test_release_clears_the_sessions_ring() -> None:
     apply_orders(service, order(RELEASE, Target(session=hash_descriptor("header:session-id", "s"))))
 
     assert send_all(service, [turn(n) for n in range(5, 8)], session_id="s") == [200, 200, 429]
-    assert send_all(service, [turn(8)], session_id="t") == [429]  # the caller's other sessions still cool down
+    assert send_all(service, [turn(8)], session_id="t") == [
+        429
+    ]  # the caller's other sessions still cool down
 
 
 def test_release_clears_local_windows_without_a_store() -> None:
@@ -302,7 +356,12 @@ def test_killed_session_is_refused_everywhere_until_released() -> None:
     assert send_steps(both.services[0], [7], "other") == ["killed"]
 
 
-LOOP: dict[str, Any] = {"enabled": True, "similarity": "turns", "threshold_identical_requests": 3, "action": "reject"}
+LOOP: dict[str, Any] = {
+    "enabled": True,
+    "similarity": "turns",
+    "threshold_identical_requests": 3,
+    "action": "reject",
+}
 GUARDS: dict[str, dict[str, Any]] = {
     "loops": {"loop_detection": LOOP},
     "exact": {"loop_detection": LOOP | {"similarity": "exact", "window_seconds": 60}},
@@ -313,13 +372,22 @@ GUARDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 @pytest.mark.parametrize("kind", ["kill", "block"])
 def test_kill_of_a_root_ends_its_tree_everywhere(kind: str, guard: dict[str, Any]) -> None:
-    both = operate(2, {"id": "p", "spec": {"selector": ANY, "limit_keys": ["header:x-team"], **guard}})
+    both = operate(
+        2, {"id": "p", "spec": {"selector": ANY, "limit_keys": ["header:x-team"], **guard}}
+    )
     key, tasks = "header:x-claude-code-session-id", count_up()
 
     def ask_everywhere(root: str) -> set[int]:
         agents = [{"x_claude_code_agent_id": agent} for agent in ("a", "b", f"new {next(tasks)}")]
-        asked = [(service, {"x_claude_code_session_id": root, **names}) for service in both.services for names in ({}, *agents)]
-        return {status(ask_in_session(service, turns(0, number=next(tasks)), "", **names)) for service, names in asked}
+        asked = [
+            (service, {"x_claude_code_session_id": root, **names})
+            for service in both.services
+            for names in ({}, *agents)
+        ]
+        return {
+            status(ask_in_session(service, turns(0, number=next(tasks)), "", **names))
+            for service, names in asked
+        }
 
     assert ask_everywhere("root") == {200}
     assert both.give(kind=kind, session={key: "root"})[1] == []
@@ -381,7 +449,11 @@ def test_orders_apply_on_other_replicas_after_polling(caplog: pytest.LogCaptureF
 
     assert [send(service) for service in both.services] == [[200], [200]]
     assert [service.overrides for service in both.services] == [None, None]
-    told = [(record.getMessage(), vars(record)["fields"]) for record in caplog.records if "override " in record.getMessage()]
+    told = [
+        (record.getMessage(), vars(record)["fields"])
+        for record in caplog.records
+        if "override " in record.getMessage()
+    ]
     assert [(what, line["kind"], line["who"]) for what, line in told] == [
         ("override given", "block", "eve (socket)"),
         ("override revoked", "block", "adam (socket)"),
@@ -422,14 +494,24 @@ def test_repeated_order_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_replicas_read_all_of_an_order() -> None:
     both = operate(2)
     kill, _ = both.give(kind="kill", session="a" * 16)
-    grant, _ = both.give(kind="grant", session="a" * 16, steps=10, tool_calls=3, cost=0.1, tools={"pay": 1, "a=b": 2})
+    grant, _ = both.give(
+        kind="grant", session="a" * 16, steps=10, tool_calls=3, cost=0.1, tools={"pay": 1, "a=b": 2}
+    )
     more, _ = both.give(1, kind="grant", caller=BY_NAME, cost=5, seconds=60)
     both.refresh()
 
     there = {order["override"]: order for order in both.list_orders(1)}
-    assert there == {order["override"]: there[order["override"]] | order for order in (kill, grant, more)}
+    assert there == {
+        order["override"]: there[order["override"]] | order for order in (kill, grant, more)
+    }
     assert [last(given) for given in (kill, grant, more)] == [86_400, 86_400, 60]
-    expected = {"kind": "grant", "steps": 10, "tool_calls": 3, "cost": 0.1, "tools": {"pay": 1, "a=b": 2}}
+    expected = {
+        "kind": "grant",
+        "steps": 10,
+        "tool_calls": 3,
+        "cost": 0.1,
+        "tools": {"pay": 1, "a=b": 2},
+    }
     assert grant.items() >= expected.items()
     assert kill.keys().isdisjoint({"steps", "tool_calls", "cost"})
 
@@ -479,10 +561,15 @@ def test_release_outlasts_everything_counted_before_it() -> None:
         assert last(one.give(kind="release", caller=BY_NAME, policy=about)[0]) == seconds
 
 
-@pytest.mark.parametrize("grant", [b"7", b'["x"]', b"[Infinity]", b"{}", b"[-5, 1e30]", b"[1, 2, 3]", b"[0,0,0,-1,9e9,1,1,1]"])
+@pytest.mark.parametrize(
+    "grant",
+    [b"7", b'["x"]', b"[Infinity]", b"{}", b"[-5, 1e30]", b"[1, 2, 3]", b"[0,0,0,-1,9e9,1,1,1]"],
+)
 def test_grant_of_another_version_stays_in_bounds(grant: bytes) -> None:
     one = operate()
-    known = write_override(order(GRANT, Target(session="a" * 16))).replace(b"[0, 0, 0, 0, 0, 0, 0]", grant)
+    known = write_override(order(GRANT, Target(session="a" * 16))).replace(
+        b"[0, 0, 0, 0, 0, 0, 0]", grant
+    )
     assert grant in known
     one.put_order("odd", known)
 
@@ -499,8 +586,12 @@ def test_order_without_grant_fields_is_read() -> None:
     assert read_override("o", json.dumps(older).encode()) == given
 
 
-@pytest.mark.parametrize("document", [b"", b"[]", b"7", b"{}", b'{"kind": "block"}', b"\xff", b'{"descriptors": []}'])
-def test_unreadable_orders_are_logged_and_skipped(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "document", [b"", b"[]", b"7", b"{}", b'{"kind": "block"}', b"\xff", b'{"descriptors": []}']
+)
+def test_unreadable_orders_are_logged_and_skipped(
+    document: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     one = operate()
     one.put_order("odd", document)
     one.put_order("newer", write_override(order("pardon", Target(tool="t"))))
@@ -523,13 +614,18 @@ def test_number_of_orders_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_store_and_lists_have_no_caller_values() -> None:
     one = operate()
-    given, _ = one.give(kind="block", caller={"X-User-Id": "ann"}, session={"header:X-Session-Id": "secret"})
+    given, _ = one.give(
+        kind="block", caller={"X-User-Id": "ann"}, session={"header:X-Session-Id": "secret"}
+    )
 
     document = one.read_orders()
 
     assert b"ann" not in document
     assert b"secret" not in document + json.dumps(given).encode()
-    assert describe_override(read_override(given["override"], document)) == {**given, "meets": tuple(given["meets"])}
+    assert describe_override(read_override(given["override"], document)) == {
+        **given,
+        "meets": tuple(given["meets"]),
+    }
     assert given["caller"] == {"x-user-id": hash_descriptor("x-user-id", "ann")}
     assert given["session"] == hash_descriptor("header:x-session-id", "secret")
 
@@ -549,7 +645,8 @@ def test_reload_keeps_orders() -> None:
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"
 NO_TARGET = "a target is required: caller, session, fingerprint or tool"
 LIMIT_KEY = (
-    "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address', "
+    "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and "
+    "'-'), 'ip:address', "
     "'credential' or 'body:/<JSON Pointer>'"
 )
 KINDS = "kind must be one of release, allow, block, kill, grant"
@@ -575,7 +672,10 @@ KEYS = [
     "key",
 ]
 WHOLE = "which applies to whole sessions: name a session, or a caller"
-CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
+CALLERS = (
+    "caller must be the 16 hex digits of a tenant, as in logs, an alias, or an object of "
+    "descriptor values by name"
+)
 
 
 @pytest.mark.parametrize(
@@ -599,18 +699,39 @@ CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, o
         *(
             ({"kind": "grant", "session": "a" * 16, "tools": tools}, [f"tools must {problem}"])
             for tools, problem in (
-                ({}, "be an object of numbers by tool name, of at most 64 tools, not an empty object"),
-                ("refund", "be an object of numbers by tool name, of at most 64 tools, not 'refund'"),
-                ({str(at): 1 for at in range(65)}, "be an object of numbers by tool name, of at most 64 tools, not an object"),
+                (
+                    {},
+                    (
+                        "be an object of numbers by tool name, of at most 64 tools, not an empty "
+                        "object"
+                    ),
+                ),
+                (
+                    "refund",
+                    "be an object of numbers by tool name, of at most 64 tools, not 'refund'",
+                ),
+                (
+                    {str(at): 1 for at in range(65)},
+                    "be an object of numbers by tool name, of at most 64 tools, not an object",
+                ),
                 ({"": 1}, "have names of 1 to 256 characters, not ''"),
                 ({"refund": 0}, "have numbers from 1 to 10000, not 0"),
                 ({"refund": True}, "have numbers from 1 to 10000, not true"),
                 ({"refund": 10_001}, "have numbers from 1 to 10000, not 10001"),
             )
         ),
-        ({"kind": "kill", "session": "a" * 16, "tools": {"refund": 1}}, ["tools is only valid for a grant"]),
         (
-            {"kind": "grant", "session": "a" * 16, "steps": 0, "tool_calls": 10_001, "cost": 1e6 + 1},
+            {"kind": "kill", "session": "a" * 16, "tools": {"refund": 1}},
+            ["tools is only valid for a grant"],
+        ),
+        (
+            {
+                "kind": "grant",
+                "session": "a" * 16,
+                "steps": 0,
+                "tool_calls": 10_001,
+                "cost": 1e6 + 1,
+            },
             [
                 "steps must be a number from 1 to 1000000000, not 0",
                 "tool_calls must be a number from 1 to 10000, not 10001",
@@ -618,7 +739,13 @@ CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, o
             ],
         ),
         (
-            {"kind": "grant", "session": "a" * 16, "agents": 0, "depth": 1_001, "spawns_per_minute": "2"},
+            {
+                "kind": "grant",
+                "session": "a" * 16,
+                "agents": 0,
+                "depth": 1_001,
+                "spawns_per_minute": "2",
+            },
             [
                 "depth must be a number from 1 to 1000, not 1001",
                 "agents must be a number from 1 to 1000, not 0",
@@ -626,7 +753,14 @@ CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, o
             ],
         ),
         (
-            {"kind": "grant", "session": "a" * 16, "steps": 1.5, "tool_calls": True, "cost": float("nan"), "key": ""},
+            {
+                "kind": "grant",
+                "session": "a" * 16,
+                "steps": 1.5,
+                "tool_calls": True,
+                "cost": float("nan"),
+                "key": "",
+            },
             [
                 "steps must be a number from 1 to 1000000000, not 1.5",
                 "tool_calls must be a number from 1 to 10000, not true",
@@ -641,15 +775,32 @@ CALLERS = "caller must be the 16 hex digits of a tenant, as in logs, an alias, o
         ({"kind": "block", "caller": {}}, [f"{CALLERS}, not an empty object"]),
         ({"kind": "block", "caller": {"x": 1}}, [f"{CALLERS}, not an object"]),
         ({"kind": "block", "caller": {"x": ""}}, [f"{CALLERS}, not an object"]),
-        ({"kind": "block", "caller": {str(number): "v" for number in range(17)}}, [f"{CALLERS}, not an object"]),
+        (
+            {"kind": "block", "caller": {str(number): "v" for number in range(17)}},
+            [f"{CALLERS}, not an object"],
+        ),
         (
             {"kind": "block", "session": {"a": "b", "c": "d"}},
-            ["session must be 16 hex digits, or an object of one value by its key, such as header:x-session-id, not an object"],
+            [
+                (
+                    "session must be 16 hex digits, or an object of one value by its key, such as "
+                    "header:x-session-id, not an object"
+                )
+            ],
         ),
-        ({"kind": "block", "session": {"nope:x": "1"}}, [f"session has a key that {LIMIT_KEY}, not 'nope:x'"]),
+        (
+            {"kind": "block", "session": {"nope:x": "1"}},
+            [f"session has a key that {LIMIT_KEY}, not 'nope:x'"],
+        ),
         ({"kind": "block", "fingerprint": "XYZ"}, ["fingerprint must be 8 hex digits, not 'XYZ'"]),
-        ({"kind": "block", "tool": "t" * 257}, [f"tool must be a text of 1 to 256 characters, not '{'t' * 60}...'"]),
-        ({"kind": "block", "tool": "t", "policy": "a b"}, ["policy must be the id of a policy, not 'a b'"]),
+        (
+            {"kind": "block", "tool": "t" * 257},
+            [f"tool must be a text of 1 to 256 characters, not '{'t' * 60}...'"],
+        ),
+        (
+            {"kind": "block", "tool": "t", "policy": "a b"},
+            ["policy must be the id of a policy, not 'a b'"],
+        ),
         ({"kind": "allow", "tool": "t", "seconds": 0}, [f"{SECONDS}, not 0"]),
         (
             {"kind": "allow", "tool": "t", "seconds": 1e9},
@@ -689,7 +840,9 @@ def test_invalid_order_reports_every_error(given: object, problems: list[str]) -
         ("key", str),
     ],
 )
-def test_half_of_a_surrogate_pair_is_refused(key: str, make: Callable[[str], object], half: str) -> None:
+def test_half_of_a_surrogate_pair_is_refused(
+    key: str, make: Callable[[str], object], half: str
+) -> None:
     with pytest.raises(BadOrderError) as error:
         parse_order({"kind": "grant", "session": "a" * 16, "steps": 1, key: make(half)}, "", 0, [])
 
@@ -735,7 +888,11 @@ NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
         {"kind": "kill", **by("header:x-run")},
         [f"no policy finds sessions by header:x-run; known keys: {', '.join(HEAD_KEYS)}"],
     ),
-    ([], {"kind": "grant", "session": "a" * 16, "steps": 1}, ["this grant does nothing: no policy has session limits"]),
+    (
+        [],
+        {"kind": "grant", "session": "a" * 16, "steps": 1},
+        ["this grant does nothing: no policy has session limits"],
+    ),
     (
         [],
         {"kind": "allow", "tool": "t"},
@@ -743,7 +900,11 @@ NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
     ),
     ([], {"kind": "kill", "session": "a" * 16, "policy": "gone"}, ["no policy gone is loaded"]),
     ([], {"kind": "block", **BY_USER}, []),
-    ([NAMELESS], {"kind": "block", "session": "a" * 16}, ["this does nothing: no policy looks for sessions"]),
+    (
+        [NAMELESS],
+        {"kind": "block", "session": "a" * 16},
+        ["this does nothing: no policy looks for sessions"],
+    ),
     (MIXED, {"kind": "block", **BY_USER}, []),
     (
         MIXED,
@@ -766,7 +927,12 @@ NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
     (
         COUNTING,
         {"kind": "allow", **by("header:x-sesion")},
-        ["no policy finds sessions by header:x-sesion; known keys: header:x-session-id, header:x-run"],
+        [
+            (
+                "no policy finds sessions by header:x-sesion; known keys: header:x-session-id, "
+                "header:x-run"
+            )
+        ],
     ),
     (COUNTING, {"kind": "grant", **by("header:x-run"), "steps": 1}, [UNLIMITED]),
     (COUNTING, {"kind": "kill", **by("header:x-run")}, []),
@@ -774,7 +940,11 @@ NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
     (COUNTING, {"kind": "kill", **by("jwt:run"), "policy": "gone"}, ["no policy gone is loaded"]),
     (LIMITED, {"kind": "kill", **BY_TEAM}, []),
     (LIMITED, {"kind": "grant", **BY_TEAM, "steps": 2}, []),
-    (LIMITED, {"kind": "kill", **BY_USER}, ["no policy identifies callers by x-user-id; known descriptors: x-team"]),
+    (
+        LIMITED,
+        {"kind": "kill", **BY_USER},
+        ["no policy identifies callers by x-user-id; known descriptors: x-team"],
+    ),
     (LIMITED, {"kind": "block", **BY_USER}, []),
     (
         LIMITED,
@@ -804,7 +974,11 @@ NOTES: list[tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = [
 def test_order_has_notes_about_what_it_cannot_do(
     policies: list[dict[str, Any]], given: dict[str, Any], notes: list[str]
 ) -> None:
-    said = [note for note in remark(operate(1, *policies), **given) if "this probably does nothing" not in note]
+    said = [
+        note
+        for note in remark(operate(1, *policies), **given)
+        if "this probably does nothing" not in note
+    ]
 
     assert [note[: len(expected)] for note, expected in zip(said, notes, strict=True)] == notes
 
@@ -825,10 +999,15 @@ UNKNOWN = "this probably does nothing: the {} was not reported in the last hour"
         ({"caller": "a" * 16, "session": "b" * 16, "fingerprint": "c" * 8}, []),
         ({**BY_TEAM, **by("header:x-session-id")}, []),
         ({"caller": "b" * 16}, [f"caller {'b' * 16}"]),
-        ({"session": "a" * 16, "fingerprint": "d" * 8}, [f"session {'a' * 16}", f"fingerprint {'d' * 8}"]),
+        (
+            {"session": "a" * 16, "fingerprint": "d" * 8},
+            [f"session {'a' * 16}", f"fingerprint {'d' * 8}"],
+        ),
     ],
 )
-def test_order_for_an_unreported_hash_has_a_note(target: dict[str, Any], unknown: list[str]) -> None:
+def test_order_for_an_unreported_hash_has_a_note(
+    target: dict[str, Any], unknown: list[str]
+) -> None:
     one = operate(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
     one.givers[0].list_seen = lambda: Seen({"a" * 16: 1}, {"b" * 16}, {"c" * 8})
 

@@ -36,20 +36,39 @@ PATHS = ("", f"sessions/{'5' * 16}", "canary", "coverage")
 """All pages for people."""
 
 CONTROLS = "'a, button, summary, input, select'"
-NAMED = "(each => (each.closest('[data-key]')?.dataset.key ?? '') + ' ' + each.tagName + ' ' + (each.name || each.innerText))"
+NAMED = (
+    "(each => (each.closest('[data-key]')?.dataset.key ?? '') + ' ' + each.tagName + ' ' + "
+    "(each.name || each.innerText))"
+)
 ACTIVE = "document.activeElement"
 
 SCRIPT = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}]}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "function": {"name": "search_the_web", "arguments": "{}"}}],
+}
 FOUND = {"role": "tool", "tool_call_id": "1", "content": "nothing"}
 CONVERSATION = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
 
 
-def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  # noqa: ANN401  # fields of a session
+# Fields of a session
+def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  # noqa: ANN401
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
-    standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
-    known: dict[str, Any] = {"caller": [("x-user-id", name)], "model": name, "tools": (name,), "agent": "1" * 16}
-    note(service.reporter.sessions, standing, now=time.time(), **{"policy": "agents", **known, **changes})
+    standing = Standing(
+        limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools
+    )
+    known: dict[str, Any] = {
+        "caller": [("x-user-id", name)],
+        "model": name,
+        "tools": (name,),
+        "agent": "1" * 16,
+    }
+    note(
+        service.reporter.sessions,
+        standing,
+        now=time.time(),
+        **{"policy": "agents", **known, **changes},
+    )
 
 
 def make_night(name: str = "storm") -> Service:
@@ -62,7 +81,10 @@ def make_night(name: str = "storm") -> Service:
         show_callers=True,
     )
     repeat(
-        service, headers("/hook/billing", x_user_id=name, attributes={"xds.route_name": "hooks"}), body(b"{}" * 2_000), times=60
+        service,
+        headers("/hook/billing", x_user_id=name, attributes={"xds.route_name": "hooks"}),
+        body(b"{}" * 2_000),
+        times=60,
     )
     for _ in range(7):
         exchange(service, headers("/v1/chat/completions", x_user_id="agent-7"), body(CONVERSATION))
@@ -100,8 +122,22 @@ def test_page_shows_callers_actions_money_and_curves() -> None:
     made = Operated(services=[service])
     text, narrowed = made.read(), made.read(tool="search_the_web", sort="last")
 
-    named = ("x-user-id: <b>storm</b>", "search_the_web", "route hooks", "gpt-4o", "2 active loops", "2 rows behind it")
-    counts = ("<b>17</b> forwarded", "<b>48</b> not forwarded", "41 not forwarded", "41 refused", "17 warned", "would throttle")
+    named = (
+        "x-user-id: <b>storm</b>",
+        "search_the_web",
+        "route hooks",
+        "gpt-4o",
+        "2 active loops",
+        "2 rows behind it",
+    )
+    counts = (
+        "<b>17</b> forwarded",
+        "<b>48</b> not forwarded",
+        "41 not forwarded",
+        "41 refused",
+        "17 warned",
+        "would throttle",
+    )
     session = (
         "<h2>Sessions</h2>",
         f'<a href="/sessions/{"5" * 16}">',
@@ -118,7 +154,9 @@ def test_page_shows_callers_actions_money_and_curves() -> None:
 
 
 def test_page_shows_budgets_tightest_first() -> None:
-    made = Operated(limited(bucket(0.001, 2, name="<b>rate", keys=["header:x-user-id"])), show_callers=True)
+    made = Operated(
+        limited(bucket(0.001, 2, name="<b>rate", keys=["header:x-user-id"])), show_callers=True
+    )
     unused = made.read()
     for _ in range(3):
         ask(made.service, x_user_id="runner")
@@ -145,7 +183,9 @@ def test_rows_have_commands_to_copy_and_orders_in_force() -> None:
     service = make_night()
     note_session(service, "runner")
     (storm,) = [row for row in service.reporter.loops.copy() if not row.tools]
-    block = ActiveOverride("b1", BLOCK, Target(caller=storm.tenant), "", 0, 9e9, "runaway, incident 7", "eve@laptop")
+    block = ActiveOverride(
+        "b1", BLOCK, Target(caller=storm.tenant), "", 0, 9e9, "runaway, incident 7", "eve@laptop"
+    )
     grant = ActiveOverride("g1", GRANT, Target(session="5" * 16), "", 0, 9e9, "", "")
     elsewhere = ActiveOverride("e1", ALLOW, Target(tool="deploy"), "agents", 0, 9e9, "", "bob")
     text = Operated(services=[service], orders=[block, grant, elsewhere]).read()
@@ -163,7 +203,17 @@ def test_rows_have_commands_to_copy_and_orders_in_force() -> None:
     assert re.search("block by eve@laptop until <time>[0-9T:+-]+</time>: runaway, incident 7", text)
     assert "grant until <time>" in text
     section = text.partition("<h2>Orders in force</h2>")[2].partition("<h2>")[0]
-    assert find_missing(section, "eve@laptop", "runaway, incident 7", "tool <code>deploy</code>", "bob", storm.tenant) == []
+    assert (
+        find_missing(
+            section,
+            "eve@laptop",
+            "runaway, incident 7",
+            "tool <code>deploy</code>",
+            "bob",
+            storm.tenant,
+        )
+        == []
+    )
 
 
 def test_canary_and_coverage_are_pages_for_browsers() -> None:
@@ -174,7 +224,9 @@ def test_canary_and_coverage_are_pages_for_browsers() -> None:
     told = ("agents-canary, canary of agents:", "<b>7</b> requests compared", canary["reasons"][0])
     command = "<code>loopguard canary status --policy agents-canary --admin localhost"
     assert find_missing(made.read("/canary"), *told, command) == []
-    assert find_missing(made.read("/coverage"), coverage["line"], "the policy files have errors") == []
+    assert (
+        find_missing(made.read("/coverage"), coverage["line"], "the policy files have errors") == []
+    )
 
 
 def test_scripts_in_names_are_escaped() -> None:
@@ -184,19 +236,25 @@ def test_scripts_in_names_are_escaped() -> None:
         loop.policy = loop.detector = SCRIPT
         loop.tools = [SCRIPT]
     for row in service.reporter.loops.copy():
-        row.path = row.model = row.agent = row.session = row.conversation = row.action = row.shadow = SCRIPT
+        row.path = row.model = row.agent = row.session = row.conversation = row.action = (
+            row.shadow
+        ) = SCRIPT
         row.tools = [SCRIPT]
     for key, curve in list(service.reporter.loops.curves.items()):
         service.reporter.loops.curves[SCRIPT, key[1], key[2]] = replace(curve, policy=SCRIPT)
     note_session(service, SCRIPT)
     note_session(service, SCRIPT, policy=SCRIPT, tenant=SCRIPT, session=SCRIPT, mode=SCRIPT)
     words = [
-        ActiveOverride(SCRIPT, SCRIPT, Target(session=session), "", 0, 9e9, SCRIPT, SCRIPT) for session in (SCRIPT, "5" * 16)
+        ActiveOverride(SCRIPT, SCRIPT, Target(session=session), "", 0, 9e9, SCRIPT, SCRIPT)
+        for session in (SCRIPT, "5" * 16)
     ]
     with serving(service, orders=words) as url:
         assert f"loopguard overrides --revoke {shlex.quote(SCRIPT)}" in html.unescape(fetch(url)[1])
         outline = Outline(fetch(f"{url}?policy=%3Cscript%3E%22")[1])
-        full, run = Outline(fetch(url)[1]), Outline(fetch(f"{url}sessions/{'5' * 16}", accept="text/html")[1])
+        full, run = (
+            Outline(fetch(url)[1]),
+            Outline(fetch(f"{url}sessions/{'5' * 16}", accept="text/html")[1]),
+        )
 
     for seen in (outline, full, run):
         assert seen.elements.count("script") == 1
@@ -216,9 +274,24 @@ def test_page_loads_nothing_from_elsewhere() -> None:
 
 
 def test_chart_stacks_actions_by_severity() -> None:
-    quiet: dict[str, Any] = {"policy": "a", "mode": "enforce", "action": "warn", "minutes": [0] * 59 + [1]}
-    warned: dict[str, Any] = {"policy": "b", "mode": "enforce", "action": "warn", "minutes": [0] * 59 + [3]}
-    refused: dict[str, Any] = {"policy": "b", "mode": "enforce", "action": "reject", "minutes": [0] * 58 + [2, 1]}
+    quiet: dict[str, Any] = {
+        "policy": "a",
+        "mode": "enforce",
+        "action": "warn",
+        "minutes": [0] * 59 + [1],
+    }
+    warned: dict[str, Any] = {
+        "policy": "b",
+        "mode": "enforce",
+        "action": "warn",
+        "minutes": [0] * 59 + [3],
+    }
+    refused: dict[str, Any] = {
+        "policy": "b",
+        "mode": "enforce",
+        "action": "reject",
+        "minutes": [0] * 58 + [2, 1],
+    }
 
     busy, other = draw_charts([quiet, warned, refused])
 
@@ -291,7 +364,9 @@ def test_every_control_works_with_the_keyboard(browser: Browser) -> None:
         missed = set(browser.run(f"[...document.querySelectorAll({CONTROLS})].map({NAMED})"))
         for _ in range(2 * len(missed)):
             browser.press("Tab")
-            outlined, name = browser.run(f"(each => [getComputedStyle(each).outlineStyle, ({NAMED})(each)])({ACTIVE})")
+            outlined, name = browser.run(
+                f"(each => [getComputedStyle(each).outlineStyle, ({NAMED})(each)])({ACTIVE})"
+            )
             assert outlined == "solid" or browser.run(f"{ACTIVE} === document.body"), name
             missed.discard(name)
         assert missed == set()
@@ -299,7 +374,10 @@ def test_every_control_works_with_the_keyboard(browser: Browser) -> None:
         browser.press("?")
         listed = browser.read("#keys dl")
         assert (
-            browser.run("Object.keys(SHORTCUTS).filter(key => !document.querySelector('#keys dl').innerText.includes(key))")
+            browser.run(
+                "Object.keys(SHORTCUTS).filter(key => !document.querySelector('#keys "
+                "dl').innerText.includes(key))"
+            )
             == []
         )
         assert "copy the row's command to stop, free, revoke" in listed
@@ -307,7 +385,9 @@ def test_every_control_works_with_the_keyboard(browser: Browser) -> None:
             browser.run("document.activeElement.blur()")
             browser.press("j")
             browser.press(key)
-            command = eventually(partial(find_copied, browser, word), f"a command to {word} on the clipboard")
+            command = eventually(
+                partial(find_copied, browser, word), f"a command to {word} on the clipboard"
+            )
             assert command in browser.run(f"{ACTIVE}.closest('.row').innerText")
         key = browser.run(f"{ACTIVE}.closest('.row').dataset.key")
         browser.run("paused = false, document.querySelector('main').dataset.old = 'yes'")
@@ -328,14 +408,18 @@ def test_command_is_copied_or_selected_without_clipboard_api(browser: Browser) -
     """Browsers have it only on https and localhost; where nothing can be copied, the command is selected."""
     with serving(make_night()) as url:
         browser.open(url)
-        browser.run("paused = true; Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        browser.run(
+            "paused = true; Object.defineProperty(navigator, 'clipboard', { value: undefined })"
+        )
         command = browser.read(".command code")
 
         browser.click("document.querySelector('.command button')")
         eventually(lambda: browser.read("#said") == f"copied: {command}", "a copied command")
         browser.run("document.execCommand = () => false")
         browser.click("document.querySelector('.command button')")
-        eventually(lambda: browser.read("#said") == f"select and copy: {command}", "what else can be done")
+        eventually(
+            lambda: browser.read("#said") == f"select and copy: {command}", "what else can be done"
+        )
         assert browser.run("getSelection().toString()") == command
 
 
@@ -352,12 +436,18 @@ def test_page_needs_no_sideways_scrolling(browser: Browser, width: int) -> None:
             browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
 
             assert (path, browser.list_wide()) == (path, [])
-            assert browser.run("document.documentElement.scrollWidth") <= browser.run("innerWidth") == width
+            assert (
+                browser.run("document.documentElement.scrollWidth")
+                <= browser.run("innerWidth")
+                == width
+            )
 
 
 @pytest.mark.deep
 @BROWSER
-@pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 29)")])
+@pytest.mark.parametrize(
+    ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 29)")]
+)
 def test_text_has_contrast_in_both_color_schemes(browser: Browser, scheme: str, paper: str) -> None:
     service = make_night()
     note_session(service)

@@ -27,9 +27,15 @@ NOW = 1_000.0
 
 
 def note(table: SessionTable, now: float, agent: str = "", limit: str = "", **changes: Any) -> None:  # noqa: ANN401  # of a name
-    known: dict[str, Any] = {"steps": 4, "blocks": int(bool(limit)), "killed": int(limit == "killed")}
+    known: dict[str, Any] = {
+        "steps": 4,
+        "blocks": int(bool(limit)),
+        "killed": int(limit == "killed"),
+    }
     place = LIMITS.index(limit) if limit else 0
-    standing = Standing(place, 9, 8, age_ms=round(now % 1_000) * 1_000, tree=TreeStanding(8, 1), **known)
+    standing = Standing(
+        place, 9, 8, age_ms=round(now % 1_000) * 1_000, tree=TreeStanding(8, 1), **known
+    )
     session_runs.note(table, standing, now=now, agent=agent, **changes)
 
 
@@ -42,16 +48,24 @@ RUNS: dict[str, tuple[list[tuple[float, str, str]], dict[int, str | None]]] = {
         )
         for limit in AGENT_LIMITS
     },
-    "nor does one without steps": ([(0, "one", ""), (30, "two", "max_steps")], {31: None, 59: None, 61: "steps"}),
+    "nor does one without steps": (
+        [(0, "one", ""), (30, "two", "max_steps")],
+        {31: None, 59: None, 61: "steps"},
+    ),
     "the only agent does": ([(0, "one", ""), (1, "one", "max_tool_calls")], {2: "refused"}),
-    "the session itself goes on": ([(0, "", ""), (1, "one", "max_agents")], {2: None, 61: "refused"}),
+    "the session itself goes on": (
+        [(0, "", ""), (1, "one", "max_agents")],
+        {2: None, 61: "refused"},
+    ),
     "a kill ends them all": ([(0, "one", ""), (1, "two", "killed")], {2: "killed"}),
 }
 """Requests as seconds, agent and limit, and after how many seconds the session has ended, why."""
 
 
 @pytest.mark.parametrize(("requests", "ends"), RUNS.values(), ids=RUNS)
-def test_session_is_running_while_any_agent_is(requests: list[tuple[float, str, str]], ends: dict[int, str | None]) -> None:
+def test_session_is_running_while_any_agent_is(
+    requests: list[tuple[float, str, str]], ends: dict[int, str | None]
+) -> None:
     table, shadow = SessionTable(), SessionTable()
     for seconds, agent, limit in requests:
         note(table, NOW + seconds, agent, limit)
@@ -97,7 +111,11 @@ def test_sessions_begun_by_an_agent_keep_it_running() -> None:
     view = View(SessionDocument(list_rows(table)), "a", ["a"], "")
     report = report_sessions(view, Selection(), shows_callers=True, now=now)
 
-    assert {session["session"][0]: session["ended"] for session in report["sessions"]} == {"1": None, "2": None, "3": None}
+    assert {session["session"][0]: session["ended"] for session in report["sessions"]} == {
+        "1": None,
+        "2": None,
+        "3": None,
+    }
 
 
 def test_running_explosion_is_shown_as_active() -> None:
@@ -113,9 +131,16 @@ def test_running_explosion_is_shown_as_active() -> None:
 
 
 CLIENTS: dict[str, Callable[[str], dict[str, str]]] = {
-    "claude": lambda agent: {"x_claude_code_session_id": "root", **({"x_claude_code_agent_id": agent} if agent else {})},
+    "claude": lambda agent: {
+        "x_claude_code_session_id": "root",
+        **({"x_claude_code_agent_id": agent} if agent else {}),
+    },
     "codex": lambda agent: {"session_id": "root", "thread_id": agent or "root"},
-    "opencode": lambda agent: {"x_session_id": agent, "x_parent_session_id": "root"} if agent else {"x_session_id": "root"},
+    "opencode": lambda agent: (
+        {"x_session_id": agent, "x_parent_session_id": "root"}
+        if agent
+        else {"x_session_id": "root"}
+    ),
 }
 """Programs, and the headers in which they name an agent; the session itself has no name."""
 
@@ -126,11 +151,19 @@ def test_admitted_agents_of_an_explosion_keep_running(client: str, limit: str) -
     for mode in ("enforce", "shadow"):
         limits: dict[str, Any] = {limit: 2}
         service = make_service(limited(mode, **limits))
-        for number, agent in enumerate(["", "a", "b", *[f"more {number}" for number in range(9)], "a", "more 1"]):
+        for number, agent in enumerate(
+            ["", "a", "b", *[f"more {number}" for number in range(9)], "a", "more 1"]
+        ):
             ask(service, turns(1, number=str(number)), session="", **CLIENTS[client](agent))
-        (row,) = SessionDocument.merge([service.reporter.sessions.make_document(shows_callers=False)], time.time()).rows
+        (row,) = SessionDocument.merge(
+            [service.reporter.sessions.make_document(shows_callers=False)], time.time()
+        ).rows
 
         session = describe_session(row, shows_callers=False)
 
-        assert (session["ended"], session["exploding"], session["refused"]["limit"]) == (None, True, limit)
+        assert (session["ended"], session["exploding"], session["refused"]["limit"]) == (
+            None,
+            True,
+            limit,
+        )
         assert explain_end(row, time.time() + 61) == "refused"

@@ -46,15 +46,37 @@ def report(*rows: SessionRow, shown: bool = True, **selection: Any) -> dict[str,
 def test_session_row_has_newest_counts_and_calls() -> None:
     table = SessionTable()
     note(table, Standing(steps=1, reserved=7, age_ms=0), 1, now=1_000)
-    note(table, Standing(steps=2, tool_calls=1, age_ms=5_000, tools=((SEARCH, "search", 1),)), 2, now=1_005)
-    settle(table, Standing(steps=2, tool_calls=1, cost=3 * DOLLAR, estimated=DOLLAR, age_ms=6_000), 1, now=1_006, status=503)
+    note(
+        table,
+        Standing(steps=2, tool_calls=1, age_ms=5_000, tools=((SEARCH, "search", 1),)),
+        2,
+        now=1_005,
+    )
+    settle(
+        table,
+        Standing(steps=2, tool_calls=1, cost=3 * DOLLAR, estimated=DOLLAR, age_ms=6_000),
+        1,
+        now=1_006,
+        status=503,
+    )
 
     (session,) = report(*list_rows(table))["sessions"]
 
     assert (session["total_step_count"], session["total_tool_calls"]) == (2, 1)
-    assert (session["actual_cost"], session["estimated_cost"], session["reserved_cost"]) == (3, 1, 0)
-    assert (session["started"], session["last_seen"]) == ("1970-01-01T00:16:40Z", "1970-01-01T00:16:45Z")
-    assert (session["killed"], session["refused"], session["descriptors"]) == (None, None, {"x-team": "red"})
+    assert (session["actual_cost"], session["estimated_cost"], session["reserved_cost"]) == (
+        3,
+        1,
+        0,
+    )
+    assert (session["started"], session["last_seen"]) == (
+        "1970-01-01T00:16:40Z",
+        "1970-01-01T00:16:45Z",
+    )
+    assert (session["killed"], session["refused"], session["descriptors"]) == (
+        None,
+        None,
+        {"x-team": "red"},
+    )
     assert [(call.status, call.tokens, call.settled) for call in table.copy()[0].calls] == [
         (503, USAGE, True),
         (0, None, False),
@@ -66,7 +88,9 @@ def test_refusal_is_no_call_and_names_its_limit() -> None:
     note(table, Standing(steps=1), 1)
     for blocks in range(1, 100):
         limit = LIMITS.index("max_calls_per_tool")
-        refused = Standing(limit, 5, 4, SEARCH, steps=1, blocks=blocks, tools=((SEARCH, "search", 5),))
+        refused = Standing(
+            limit, 5, 4, SEARCH, steps=1, blocks=blocks, tools=((SEARCH, "search", 5),)
+        )
         note(table, refused, 1 + blocks, now=1_000.0 + blocks)
 
     (session,) = report(*list_rows(table))["sessions"]
@@ -75,8 +99,13 @@ def test_refusal_is_no_call_and_names_its_limit() -> None:
     assert session["total_block_count"] == 99
     assert session["tool_call_counts"] == {"search": 5}
     assert session["refused"] == {
-        "at": "1970-01-01T00:18:19Z", "limit": "max_calls_per_tool", "used": 5, "allowed": 4, "tool": "search", "agent": None,
-    }  # fmt: skip
+        "at": "1970-01-01T00:18:19Z",
+        "limit": "max_calls_per_tool",
+        "used": 5,
+        "allowed": 4,
+        "tool": "search",
+        "agent": None,
+    }
 
 
 def test_waiting_request_meets_no_limit() -> None:
@@ -84,7 +113,11 @@ def test_waiting_request_meets_no_limit() -> None:
     note(table, Standing(steps=1), 1)
     note(table, Standing(cost, 10, 10, steps=1, cost=9, reserved=1))
     (row,) = list_rows(table)
-    assert (row.refusal, explain_end(row, 1_000), [event.limit for event in row.events]) == (None, None, [LIMITS[cost]])
+    assert (row.refusal, explain_end(row, 1_000), [event.limit for event in row.events]) == (
+        None,
+        None,
+        [LIMITS[cost]],
+    )
 
     note(table, Standing(cost, 10 * DOLLAR + 1, 10 * DOLLAR, blocks=1, cost=10 * DOLLAR + 1))
     (session,) = report(*list_rows(table))["sessions"]
@@ -106,7 +139,12 @@ def test_row_says_what_killed_the_session() -> None:
         Standing(steps=2),
     ):
         note(table, standing)
-        told.append([(row["killed"], row["total_step_count"]) for row in report(*list_rows(table))["sessions"]])
+        told.append(
+            [
+                (row["killed"], row["total_step_count"])
+                for row in report(*list_rows(table))["sessions"]
+            ]
+        )
 
     assert told == [
         [("consecutive_blocks", 3)],
@@ -125,12 +163,21 @@ def test_settlement_without_ledger_changes_no_counts() -> None:
 
     (session,) = report(*list_rows(table))["sessions"]
 
-    assert (session["killed"], session["total_step_count"], session["total_block_count"]) == ("operator", 4, 2)
+    assert (session["killed"], session["total_step_count"], session["total_block_count"]) == (
+        "operator",
+        4,
+        2,
+    )
 
 
 def test_restarted_session_shows_only_new_calls() -> None:
     table = SessionTable()
-    note(table, Standing(LIMITS.index("max_steps"), 9, 9, steps=9, blocks=1, age_ms=60_000), 1, now=1_000)
+    note(
+        table,
+        Standing(LIMITS.index("max_steps"), 9, 9, steps=9, blocks=1, age_ms=60_000),
+        1,
+        now=1_000,
+    )
     note(table, Standing(steps=9, age_ms=61_000), 2, now=1_001)
     note(table, Standing(steps=1, age_ms=0), 3, now=1_100)
 
@@ -149,7 +196,11 @@ def test_sessions_calls_and_events_are_bounded() -> None:
         note(table, Standing(steps=1), tenant=f"{number:016x}")
     for number in range(1, 201):
         note(table, Standing(steps=number, age_ms=number * 1_000), number, now=1_000.0 + number)
-        note(table, Standing(2 + number % 2, number, number, steps=number, age_ms=number * 1_000), now=1_000.0 + number)
+        note(
+            table,
+            Standing(2 + number % 2, number, number, steps=number, age_ms=number * 1_000),
+            now=1_000.0 + number,
+        )
         settle(table, Standing(steps=number), 1_000 + number, tenant="settled")
     (settled,) = [run for run in table.copy() if run.name.tenant == "settled"]
     (row,) = [row for row in list_rows(table) if row.tenant == TENANT]
@@ -157,7 +208,11 @@ def test_sessions_calls_and_events_are_bounded() -> None:
     shown = describe_steps(row)
 
     assert (len(table.copy()), len(settled.calls)) == (MAX_ROWS, MAX_CALLS)
-    assert (shown["earlier_steps"], len(shown["steps"]), len(shown["events"])) == (200 - MAX_CALLS, MAX_CALLS, 32)
+    assert (shown["earlier_steps"], len(shown["steps"]), len(shown["events"])) == (
+        200 - MAX_CALLS,
+        MAX_CALLS,
+        32,
+    )
 
 
 def test_client_chosen_text_in_rows_is_cut() -> None:
@@ -168,7 +223,11 @@ def test_client_chosen_text_in_rows_is_cut() -> None:
     (row,) = list_rows(table)
 
     assert [len(value) for value in row.caller[0]] == [133, 133]
-    assert (len(row.caller), len(row.calls[0].model), [len(tool) for tool in row.calls[0].tools]) == (8, 133, [133])
+    assert (
+        len(row.caller),
+        len(row.calls[0].model),
+        [len(tool) for tool in row.calls[0].tools],
+    ) == (8, 133, [133])
     assert row.calls[0].model.startswith("\\udcffx")
 
 
@@ -179,13 +238,37 @@ def test_session_rows_of_replicas_are_merged() -> None:
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
     note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tools=())
-    settle(there, Standing(steps=2, cost=5, age_ms=2_000), 1, now=1_002, model="gpt-4o-mini", status=200)
-    settle(here, Standing(steps=2, cost=9, age_ms=3_000), 2, now=1_003, model="o3", usage=None, status=0)
+    settle(
+        there,
+        Standing(steps=2, cost=5, age_ms=2_000),
+        1,
+        now=1_002,
+        model="gpt-4o-mini",
+        status=200,
+    )
+    settle(
+        here,
+        Standing(steps=2, cost=9, age_ms=3_000),
+        2,
+        now=1_003,
+        model="o3",
+        usage=None,
+        status=0,
+    )
 
     for tables in ((here, there), (there, here)):
         (row,) = list_rows(*tables)
-        assert (row.steps, row.cost, row.began, row.last, row.caller) == (2, 9, 1_000, 1_001, [("x-team", "red")])
-        assert [(call.at, call.model, call.tools, call.status, call.tokens, call.settled) for call in row.calls] == [
+        assert (row.steps, row.cost, row.began, row.last, row.caller) == (
+            2,
+            9,
+            1_000,
+            1_001,
+            [("x-team", "red")],
+        )
+        assert [
+            (call.at, call.model, call.tools, call.status, call.tokens, call.settled)
+            for call in row.calls
+        ] == [
             (1_000, "gpt-4o", ["search"], 200, (100, 20, 30, 40), True),
             (1_001, "o3", [], 0, None, True),
         ]
@@ -193,7 +276,11 @@ def test_session_rows_of_replicas_are_merged() -> None:
     note(here, Standing(1), now=1_005)
     for tables in ((here, there), (there, here)):
         (session,) = report(*list_rows(*tables))["sessions"]
-        assert (session["killed"], session["refused"]["limit"], session["total_block_count"]) == ("operator", "killed", 1)
+        assert (session["killed"], session["refused"]["limit"], session["total_block_count"]) == (
+            "operator",
+            "killed",
+            1,
+        )
     assert list_rows(here, there, since=1_006) == []
 
 
@@ -204,13 +291,28 @@ def test_document_above_the_board_limit_drops_old_calls_first() -> None:
     for number in range(MAX_ROWS):
         for _ in range(40 if number >= MAX_ROWS - 150 else 1):
             standing = Standing(steps=number, tools=tools if number % 2 else tools[:1])
-            note(table, standing, noise.randrange(2**63), now=1_000.0 + number, tenant=f"{number:016x}")
+            note(
+                table,
+                standing,
+                noise.randrange(2**63),
+                now=1_000.0 + number,
+                tenant=f"{number:016x}",
+            )
     roomy = SessionTable()
     for number in range(150):
         for _ in range(64):
-            note(roomy, Standing(steps=1), noise.randrange(2**63), now=1_000 + noise.random(), tenant=f"{number:016x}")
+            note(
+                roomy,
+                Standing(steps=1),
+                noise.randrange(2**63),
+                now=1_000 + noise.random(),
+                tenant=f"{number:016x}",
+            )
 
-    packed = {name: each.make_document(shows_callers=True).pack() for name, each in (("full", table), ("roomy", roomy))}
+    packed = {
+        name: each.make_document(shows_callers=True).pack()
+        for name, each in (("full", table), ("roomy", roomy))
+    }
     found, whole = unpack_all(packed, SessionDocument).values()
 
     assert max(len(document) for document in packed.values()) <= MAX_DOCUMENT
@@ -218,7 +320,9 @@ def test_document_above_the_board_limit_drops_old_calls_first() -> None:
     assert 20 < sum(bool(row.calls) for row in whole.rows) < 150
     assert len(found.rows) + found.left_out == MAX_ROWS
     assert found.left_out == 0 or not any(row.calls for row in found.rows)
-    assert [row.last for row in found.rows] == sorted((row.last for row in found.rows), reverse=True)
+    assert [row.last for row in found.rows] == sorted(
+        (row.last for row in found.rows), reverse=True
+    )
 
 
 # What people are shown
@@ -227,8 +331,15 @@ def test_document_above_the_board_limit_drops_old_calls_first() -> None:
 def test_report_adds_up_and_can_be_selected_and_sorted() -> None:
     table = SessionTable()
     note(table, Standing(steps=1, cost=3 * DOLLAR, tool_calls=7), now=1_003)
-    note(table, Standing(1, steps=5, cost=DOLLAR, estimated=DOLLAR, blocks=2, killed=1), policy="q", now=1_002)
-    note(table, Standing(steps=3, tool_calls=9), tenant=OTHER, caller=[("x-team", "blue")], now=1_001)
+    note(
+        table,
+        Standing(1, steps=5, cost=DOLLAR, estimated=DOLLAR, blocks=2, killed=1),
+        policy="q",
+        now=1_002,
+    )
+    note(
+        table, Standing(steps=3, tool_calls=9), tenant=OTHER, caller=[("x-team", "blue")], now=1_001
+    )
     rows = list_rows(table)
 
     def first(**selection: Any) -> tuple[str, str]:  # noqa: ANN401  # fields of a selection
@@ -236,16 +347,30 @@ def test_report_adds_up_and_can_be_selected_and_sorted() -> None:
         return session["policy"], session["caller"]
 
     assert report(*rows)["total"] == {
-        "sessions": 3, "callers": 2, "killed": 1, "total_step_count": 9, "total_tool_calls": 16, "total_block_count": 2,
-        "actual_cost": 4, "estimated_cost": 1,
-    }  # fmt: skip
+        "sessions": 3,
+        "callers": 2,
+        "killed": 1,
+        "total_step_count": 9,
+        "total_tool_calls": 16,
+        "total_block_count": 2,
+        "actual_cost": 4,
+        "estimated_cost": 1,
+    }
     assert first() == first(sort="cost") == ("p", TENANT)
     assert first(sort="steps") == first(sort="blocks") == first(policy="q") == ("q", TENANT)
-    assert first(sort="tool_calls") == first(caller="x-team=blue") == first(caller=OTHER[:4]) == ("p", OTHER)
+    assert (
+        first(sort="tool_calls")
+        == first(caller="x-team=blue")
+        == first(caller=OTHER[:4])
+        == ("p", OTHER)
+    )
     assert first(caller="blue") == ("p", OTHER)
     assert report(*rows, shown=False, caller="blue")["sessions"] == []
     assert report(*rows, caller="team=blue").items() >= {"sessions": [], "known": 3}.items()
-    assert (len(report(*rows, limit=1)["sessions"]), report(*rows, limit=1)["total"]["sessions"]) == (1, 3)
+    assert (
+        len(report(*rows, limit=1)["sessions"]),
+        report(*rows, limit=1)["total"]["sessions"],
+    ) == (1, 3)
 
 
 def admin_of(
@@ -258,7 +383,13 @@ def make_table(session: str = SESSION) -> SessionTable:
     """A session of three steps, the last one under way, that was refused after them."""
     table, now = SessionTable(), time.time()
     for call in range(1, 4):
-        note(table, Standing(steps=call, tools=((SEARCH, "se\x1b[2Jarch", call),)), call, now=now, session=session)
+        note(
+            table,
+            Standing(steps=call, tools=((SEARCH, "se\x1b[2Jarch", call),)),
+            call,
+            now=now,
+            session=session,
+        )
     settle(
         table,
         Standing(steps=3, tool_calls=3, cost=2 * DOLLAR, tools=((SEARCH, "se\x1b[2Jarch", 3),)),
@@ -267,41 +398,86 @@ def make_table(session: str = SESSION) -> SessionTable:
         session=session,
     )
     settle(table, Standing(), 2, now=now, session=session, usage=None, status=0)
-    refused = Standing(2, 3, 3, steps=3, tool_calls=3, blocks=1, cost=2 * DOLLAR, tools=((SEARCH, "se\x1b[2Jarch", 3),))
+    refused = Standing(
+        2,
+        3,
+        3,
+        steps=3,
+        tool_calls=3,
+        blocks=1,
+        cost=2 * DOLLAR,
+        tools=((SEARCH, "se\x1b[2Jarch", 3),),
+    )
     note(table, refused, now=now, session=session)
     return table
 
 
 def test_run_report_lists_each_step() -> None:
     with admin_of(make_table(), shows=True) as client:
-        (listed,) = client.ask("/sessions", params={"tool": "other", "price": "x"})["sessions"]  # which are about loops
+        (listed,) = client.ask("/sessions", params={"tool": "other", "price": "x"})[
+            "sessions"
+        ]  # which are about loops
         (run,) = client.ask(f"/sessions/{SESSION}")["sessions"]
-        hidden = [client.ask(path, headers={"host": "evil.example"}) for path in ("/sessions", f"/sessions/{SESSION}")]
+        hidden = [
+            client.ask(path, headers={"host": "evil.example"})
+            for path in ("/sessions", f"/sessions/{SESSION}")
+        ]
         with pytest.raises(LoopguardError, match="answered 404: no session 6666 is known here"):
             client.ask("/sessions/6666")
 
-    steps = [(step["model"], step["tools"], step["status"], step["input_tokens"], step["settled"]) for step in run["steps"]]
+    steps = [
+        (step["model"], step["tools"], step["status"], step["input_tokens"], step["settled"])
+        for step in run["steps"]
+    ]
     assert steps == [
         ("gpt-4o", ["search"], 200, 100, True),
         ("gpt-4o", ["search"], None, None, True),
         ("gpt-4o", ["search"], None, None, False),
     ]
-    assert run["steps"][0].items() >= {"output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40}.items()
-    assert (run["descriptors"], [page["sessions"][0]["descriptors"] for page in hidden]) == ({"x-team": "red"}, [None, None])
+    assert (
+        run["steps"][0].items()
+        >= {"output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40}.items()
+    )
+    assert (run["descriptors"], [page["sessions"][0]["descriptors"] for page in hidden]) == (
+        {"x-team": "red"},
+        [None, None],
+    )
     assert {**listed, **{key: run[key] for key in ("steps", "earlier_steps", "events")}} == run
 
 
-def test_grant_is_shown_before_the_sessions_next_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_grant_is_shown_before_the_sessions_next_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     table, now = make_table(), time.time()
-    grant = ActiveOverride("g1", GRANT, Target(session=SESSION), "", now + 1, now + 600, "", "eve@laptop", Grant(steps=20))
-    for order in (grant, grant._replace(since=now - 60), grant._replace(target=Target(session="6" * 16))):
+    grant = ActiveOverride(
+        "g1",
+        GRANT,
+        Target(session=SESSION),
+        "",
+        now + 1,
+        now + 600,
+        "",
+        "eve@laptop",
+        Grant(steps=20),
+    )
+    for order in (
+        grant,
+        grant._replace(since=now - 60),
+        grant._replace(target=Target(session="6" * 16)),
+    ):
         with admin_of(table, orders=[order]) as client:
             assert main(["sessions", "--admin", client.url]) == 0
     with admin_of(table, orders=[grant]) as client:
         (session,) = client.ask("/sessions")["sessions"]
 
     first, second, third = capsys.readouterr().out.splitlines()
-    assert re.search(r"  refused before the grant: max_steps, 3 of 3  order: grant \+20 steps by eve@laptop until \S+$", first)
+    assert re.search(
+        (
+            r"  refused before the grant: max_steps, 3 of 3  order: grant \+20 steps by eve@laptop "
+            r"until \S+$"
+        ),
+        first,
+    )
     assert re.search(r"  refused: .*  order: grant \+20 steps", second)
     assert "grant" not in third
     assert [order["override"] for order in session["orders"]] == ["g1"]
@@ -311,9 +487,25 @@ def test_grant_is_shown_before_the_sessions_next_request(capsys: pytest.CaptureF
 def make_run() -> tuple[SessionTable, SessionTable]:
     """Two replicas that took turns with a session of three steps, which was refused twice and got a grant."""
     here, there = SessionTable(), SessionTable()
-    grant = ActiveOverride("g1", GRANT, Target(session=SESSION), "", 1_020, 9e9, "no business of readers", "ann", Grant(cost=5))
+    grant = ActiveOverride(
+        "g1",
+        GRANT,
+        Target(session=SESSION),
+        "",
+        1_020,
+        9e9,
+        "no business of readers",
+        "ann",
+        Grant(cost=5),
+    )
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000, tools=())
-    settle(there, Standing(steps=1, cost=3, tokens=USAGE, model_ms=2_000, age_ms=2_500), 1, now=1_002.5, model_ms=2_000)
+    settle(
+        there,
+        Standing(steps=1, cost=3, tokens=USAGE, model_ms=2_000, age_ms=2_500),
+        1,
+        now=1_002.5,
+        model_ms=2_000,
+    )
     note(there, Standing(steps=2, model_ms=2_000, age_ms=5_000), 2, now=1_005, errors=1)
     note(there, Standing(steps=2, model_ms=2_000, age_ms=5_500, retry=True), 3, now=1_005.5)
     settle(
@@ -325,11 +517,25 @@ def make_run() -> tuple[SessionTable, SessionTable]:
         model_ms=4_000,
     )
     for blocks in (1, 2):
-        note(here, Standing(4, 8, 5, steps=2, blocks=blocks, model_ms=6_000, cost=8, age_ms=11_000), now=1_011)
-    note(here, Standing(steps=3, model_ms=6_000, tokens=USAGE, cost=8, failures=1, blocks=2, age_ms=20_000), 4, now=1_020)
+        note(
+            here,
+            Standing(4, 8, 5, steps=2, blocks=blocks, model_ms=6_000, cost=8, age_ms=11_000),
+            now=1_011,
+        )
+    note(
+        here,
+        Standing(
+            steps=3, model_ms=6_000, tokens=USAGE, cost=8, failures=1, blocks=2, age_ms=20_000
+        ),
+        4,
+        now=1_020,
+    )
     for table, now in ((here, 1_020.0), (there, 1_020.5)):
         table.copy()[0].grant([grant], now)
-    here.copy()[0].limits = [("max_cost_per_session", "", 5 * DOLLAR), ("max_calls_per_tool", "pay", 0)]
+    here.copy()[0].limits = [
+        ("max_cost_per_session", "", 5 * DOLLAR),
+        ("max_calls_per_tool", "pay", 0),
+    ]
     return here, there
 
 
@@ -338,13 +544,25 @@ def test_run_report_splits_model_and_tool_time() -> None:
 
     steps, used = describe_steps(row), describe_session(row, shows_callers=True)["usage"]
 
-    assert [(step["tool_seconds"], step["model_seconds"], step["tool_errors"], step["retry"]) for step in steps["steps"]] == [
-        (None, 2, 0, False), (3, 4, 1, False), (None, None, 0, True), (11, None, 0, False),
-    ]  # fmt: skip
+    assert [
+        (step["tool_seconds"], step["model_seconds"], step["tool_errors"], step["retry"])
+        for step in steps["steps"]
+    ] == [
+        (None, 2, 0, False),
+        (3, 4, 1, False),
+        (None, None, 0, True),
+        (11, None, 0, False),
+    ]
     assert used == {
-        "input_tokens": 100, "output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40, "failed_answers": 1,
-        "total_seconds": 20, "model_seconds": 6, "tool_seconds": 14,
-    }  # fmt: skip
+        "input_tokens": 100,
+        "output_tokens": 20,
+        "cache_read_tokens": 30,
+        "cache_write_tokens": 40,
+        "failed_answers": 1,
+        "total_seconds": 20,
+        "model_seconds": 6,
+        "tool_seconds": 14,
+    }
 
 
 def test_run_report_has_refusals_and_grants_in_order() -> None:
@@ -354,11 +572,15 @@ def test_run_report_has_refusals_and_grants_in_order() -> None:
 
     assert steps["events"] == [
         {
-            "at": "1970-01-01T00:16:51Z", "refused": "max_cost_per_session", "used": 8e-9, "allowed": 5e-9, "tool": None,
+            "at": "1970-01-01T00:16:51Z",
+            "refused": "max_cost_per_session",
+            "used": 8e-9,
+            "allowed": 5e-9,
+            "tool": None,
             "times": 2,
         },
         {"at": "1970-01-01T00:17:00Z", "granted": {"max_cost_per_session": 5e-9}},
-    ]  # fmt: skip
+    ]
     assert session["limits"] == {"max_cost_per_session": 5, "max_calls_per_tool": {"pay": 0}}
     assert session["granted"] == {"max_cost_per_session": 5e-9}
     assert "business" not in str(row)
@@ -366,9 +588,18 @@ def test_run_report_has_refusals_and_grants_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("status", "after", "ended"),
-    [(200, 1, None), (200, 59, None), (200, 60, "done"), (503, 1, "error"), (400, 1, "error"), (0, 1, "error")],
+    [
+        (200, 1, None),
+        (200, 59, None),
+        (200, 60, "done"),
+        (503, 1, "error"),
+        (400, 1, "error"),
+        (0, 1, "error"),
+    ],
 )
-def test_run_is_done_a_minute_after_its_answer(status: int, after: float, ended: str | None) -> None:
+def test_run_is_done_a_minute_after_its_answer(
+    status: int, after: float, ended: str | None
+) -> None:
     table = SessionTable()
     note(table, Standing(steps=1), 1, now=1_000)
     settle(table, Standing(steps=1), 1, now=1_000, status=status)
@@ -420,10 +651,21 @@ def test_browser_gets_a_safe_page_of_a_run() -> None:
     table = make_table()
     tools = ("<script>alert(1)</script>",)
     now = time.time()
-    note(table, Standing(steps=4, age_ms=1), 9, now=now, tools=tools, errors=2, action="steer", agent="1" * 16)
+    note(
+        table,
+        Standing(steps=4, age_ms=1),
+        9,
+        now=now,
+        tools=tools,
+        errors=2,
+        action="steer",
+        agent="1" * 16,
+    )
     note(table, Standing(steps=5, age_ms=2), 10, now=now, agent="2" * 16, parent="1" * 16)
     with admin_of(table, shows=True) as client:
-        page = httpx.get(f"http://{client.url}/sessions/{SESSION}", headers={"accept": "text/html,*/*"})
+        page = httpx.get(
+            f"http://{client.url}/sessions/{SESSION}", headers={"accept": "text/html,*/*"}
+        )
 
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -447,7 +689,9 @@ def test_sessions_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture
         run = run_main(capsys, "sessions", SESSION, "--admin", client.url)
         none = run_main(capsys, "sessions", "--policy", "q", "--admin", client.url)
 
-    assert listed.startswith(f"{SESSION}  x-team=red  p  3 steps, 3 tool calls, $2.00, 1 refused  since ")
+    assert listed.startswith(
+        f"{SESSION}  x-team=red  p  3 steps, 3 tool calls, $2.00, 1 refused  since "
+    )
     assert listed.endswith("refused: max_steps, 3 of 3\n")
     lines = run.splitlines()
     assert lines[0] == listed.strip()
@@ -467,7 +711,10 @@ def test_top_shows_agents_as_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
     note(table, Standing(LIMITS.index("max_agents"), 2, 2, steps=5), 11, now=now, agent="3" * 16)
 
     with admin_of(table) as client:
-        shown, data = [run_main(capsys, "top", "--tree", *flags, "--admin", client.url) for flags in (["--once"], ["--json"])]
+        shown, data = [
+            run_main(capsys, "top", "--tree", *flags, "--admin", client.url)
+            for flags in (["--once"], ["--json"])
+        ]
 
     lines = [line for line in shown.splitlines() if line.startswith("  ")]
     assert lines[0] == "  2 agents, 2 active"
@@ -482,13 +729,26 @@ def test_top_shows_agents_as_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sessions_command_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
-    with admin_of(make_table(), shows=True) as one, admin_of(make_table("6" * 16)) as two, admin_of(SessionTable()) as none:
-        first, both = ["--admin", one.url], [flag for each in (one, two, one) for flag in ("--admin", each.url)]
+    with (
+        admin_of(make_table(), shows=True) as one,
+        admin_of(make_table("6" * 16)) as two,
+        admin_of(SessionTable()) as none,
+    ):
+        first, both = (
+            ["--admin", one.url],
+            [flag for each in (one, two, one) for flag in ("--admin", each.url)],
+        )
         listed = run_main(capsys, "sessions", *first)
         for caller in ("x-team=red", "red"):
             assert run_main(capsys, "sessions", *first, "--caller", caller) == listed
-        assert run_main(capsys, "sessions", *both, "--caller", "x-team=blue") == "none of 2 sessions matches\n"
-        assert run_main(capsys, "sessions", "--policy", "q", "--admin", none.url) == "no session in the last hour\n"
+        assert (
+            run_main(capsys, "sessions", *both, "--caller", "x-team=blue")
+            == "none of 2 sessions matches\n"
+        )
+        assert (
+            run_main(capsys, "sessions", "--policy", "q", "--admin", none.url)
+            == "no session in the last hour\n"
+        )
         joined = json.loads(run_main(capsys, "sessions", "--json", *both))
 
     assert {session["session"] for session in joined["sessions"]} == {SESSION, "6" * 16}

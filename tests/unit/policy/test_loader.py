@@ -60,42 +60,77 @@ def right(problems: object) -> Errors:
 
 
 WATCHES_ALL = "enforce_percent needs mode enforce; this policy is in shadow mode"
-NO_CALLER_KNOWN = "enforce_percent chooses among callers, but no limit_keys identify them before the body is read; set ramp_by"
+NO_CALLER_KNOWN = (
+    "enforce_percent chooses among callers, but no limit_keys identify them before "
+    "the body is read; set ramp_by"
+)
 
 
 @pytest.mark.parametrize(("changes", "expected"), ENTRIES)
-def test_each_field_of_loop_detection_is_checked(changes: dict[str, object], expected: Errors) -> None:
+def test_each_field_of_loop_detection_is_checked(
+    changes: dict[str, object], expected: Errors
+) -> None:
     """In a list of entries the error is the same, at the entry's place."""
-    alone, listed = refused(loop(**changes)), refused(entries({"name": "first"}, changes, {"name": "last"}))
+    alone, listed = (
+        refused(loop(**changes)),
+        refused(entries({"name": "first"}, changes, {"name": "last"})),
+    )
 
-    assert right(alone) == [(f"/spec/loop_detection{place}", message) for place, message in expected]
-    assert right(listed) == [(f"/spec/loop_detection/1{place}", message) for place, message in expected]
+    assert right(alone) == [
+        (f"/spec/loop_detection{place}", message) for place, message in expected
+    ]
+    assert right(listed) == [
+        (f"/spec/loop_detection/1{place}", message) for place, message in expected
+    ]
 
 
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        (loop(action="explode"), "action must be one of reject, land, throttle, steer, warn, not 'explode'"),
-        (loop(action=["reject"]), "action must be one of reject, land, throttle, steer, warn, not an array"),
+        (
+            loop(action="explode"),
+            "action must be one of reject, land, throttle, steer, warn, not 'explode'",
+        ),
+        (
+            loop(action=["reject"]),
+            "action must be one of reject, land, throttle, steer, warn, not an array",
+        ),
         (loop(window_seconds=-1.5), "window_seconds must be a positive integer, not -1.5"),
         (loop(window_seconds=10**70), f"window_seconds must be <= 31536000, not 1{'0' * 59}..."),
         (loop(enabled=None), "enabled must be a boolean, not null"),
         (loop(count_refused="a\n'b'"), """count_refused must be a boolean, not "a\\n'b'\""""),
-        (loop(name="n" * 129), f"name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -, not '{'n' * 60}...'"),
+        (
+            loop(name="n" * 129),
+            f"name must be 1 to 128 of the characters A-Z a-z 0-9 _ . -, not '{'n' * 60}...'",
+        ),
         (spec(selector=[]), an_object("selector", *SELECTOR_KEYS) + ", not an empty array"),
         (spec(limit_keys={"a": 1}), "limit_keys must be an array, not an object"),
-        (spec(loop_detection=True), "loop_detection must be an object or an array of objects, not true"),
+        (
+            spec(loop_detection=True),
+            "loop_detection must be an object or an array of objects, not true",
+        ),
         (
             spec(selector={"pathExact": "/a?b"}),
-            "pathExact must be a path alone, without '?' or '#', not '/a?b': the query is part of every fingerprint",
+            (
+                "pathExact must be a path alone, without '?' or '#', not '/a?b': the query is "
+                "part of "
+                "every fingerprint"
+            ),
         ),
         (
             spec(selector={"pathExact": "/", "hosts": ["*"]}),
-            "it must be a host name such as 'api.example.com', not '*' (wildcards are not supported: list each host)",
+            (
+                "it must be a host name such as 'api.example.com', not '*' (wildcards are not "
+                "supported: list each host)"
+            ),
         ),
         (
             spec(bypass=[{"header": "Host"}]),
-            "header must be another header, not 'Host', which every request has; use hosts in the selector",
+            (
+                "header must be another header, not 'Host', which every request has; use hosts in "
+                "the "
+                "selector"
+            ),
         ),
         (
             loop(similarity="turns", threshold_identical_requests=9),
@@ -103,22 +138,37 @@ def test_each_field_of_loop_detection_is_checked(changes: dict[str, object], exp
         ),
         (
             loop(similarity="turns", tools={"f": {"threshold": 31}}),
-            ("threshold must be <= 30 with similarity turns, not 31: 64 turns are compared; to permit a tool more, set allow"),
+            (
+                "threshold must be <= 30 with similarity turns, not 31: 64 turns are compared; to "
+                "permit a tool more, set allow"
+            ),
         ),
         (
             loop(window_type="sliding_log", threshold_identical_requests=10_001),
-            "threshold_identical_requests must be <= 10000 with window_type sliding_log, not 10001: each request is stored",
+            (
+                "threshold_identical_requests must be <= 10000 with window_type sliding_log, not "
+                "10001: each request is stored"
+            ),
         ),
         (spec(bypass=[{"header": None, "description": "x"}]), BYPASSES_ALL),
         (bundle(expires_at="soon"), f"expires_at {TIME}, not 'soon'"),
-        (b'{"bundle_version": 1e999, "policies": []}', "bundle_version must be a finite number, not Infinity"),
+        (
+            b'{"bundle_version": 1e999, "policies": []}',
+            "bundle_version must be a finite number, not Infinity",
+        ),
         ({"policy": []}, f"{SHAPES}, not an object"),
         (spec(mode="shadow", enforce_percent=25), WATCHES_ALL),
         (spec(mode="shadow", enforce_percent=100), WATCHES_ALL),
-        *((spec(enforce_percent=99, limit_keys=keys), NO_CALLER_KNOWN) for keys in ([], ["body:/a"])),
+        *(
+            (spec(enforce_percent=99, limit_keys=keys), NO_CALLER_KNOWN)
+            for keys in ([], ["body:/a"])
+        ),
         (
             spec(
-                enforce_percent=1, limit_keys=[], rules=[RULE], fallback_limit=RULE | {"name": "f", "limit_keys": ["body:/a"]}
+                enforce_percent=1,
+                limit_keys=[],
+                rules=[RULE],
+                fallback_limit=RULE | {"name": "f", "limit_keys": ["body:/a"]},
             ),
             NO_CALLER_KNOWN,
         ),
@@ -139,12 +189,15 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
         entries(
             {"window_seconds": 0, "action": "explode"},
             TAIL | {"tail_messages": 0, "tools": {}, "window_seconds": ...},
-            CALLS | {"threshold_identical_requests": 20, "tools": {"f": {"threshold": 50, "alow": True}}},
+            CALLS
+            | {"threshold_identical_requests": 20, "tools": {"f": {"threshold": 50, "alow": True}}},
             TAIL | {"name": "exact"},
         )
     )
 
-    assert [(error.pointer.removeprefix("/spec/loop_detection/"), error.message) for error in errors] == [
+    assert [
+        (error.pointer.removeprefix("/spec/loop_detection/"), error.message) for error in errors
+    ] == [
         ("0/window_seconds", "window_seconds must be a positive integer, not 0"),
         ("0/action", "action must be one of reject, land, throttle, steer, warn, not 'explode'"),
         ("1/tail_messages", "tail_messages must be >= 1, not 0"),
@@ -153,7 +206,14 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
         ("1", "when enabled is true, window_seconds is required"),
         never("2/threshold_identical_requests", 20, 10),
         never("2/tools/f", 50, 10),
-        ("3", "duplicate name 'exact', also at loop_detection/0; give each its own name (default: its similarity)"),
+        (
+            "3",
+            (
+                "duplicate name 'exact', also at loop_detection/0; give each its own name "
+                "(default: "
+                "its similarity)"
+            ),
+        ),
     ]
 
 
@@ -165,18 +225,26 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
         (loop(name="mine"), ["mine"]),
         (entries({}), ["exact"]),
         (entries({}, CANONICAL, TAIL, CALLS), ["exact", "canonical", "tail", "tool_calls"]),
-        (entries(TAIL, TAIL | {"name": "long"}, TAIL | {"name": "default"}), ["tail", "long", "default"]),
+        (
+            entries(TAIL, TAIL | {"name": "long"}, TAIL | {"name": "default"}),
+            ["tail", "long", "default"],
+        ),
         (entries({"name": None}, {"name": "A.b-c_9"}), ["exact", "A.b-c_9"]),
         (entries({"enabled": False}, TAIL), ["tail"]),
         (entries({"enabled": False}), []),
-        ([entries({"name": "a"}, TAIL), {**entries({"name": "a"}, TAIL), "id": "q"}], ["a", "tail", "a", "tail"]),
+        (
+            [entries({"name": "a"}, TAIL), {**entries({"name": "a"}, TAIL), "id": "q"}],
+            ["a", "tail", "a", "tail"],
+        ),
     ],
 )
 def test_detectors_have_names(document: object, names: list[str]) -> None:
     """An entry's name is its own, or its similarity, or `default` where it is the only one."""
     loaded = check(document)
 
-    assert [name for item in loaded.sources[0].policies for name, _ in item.spec.detectors()] == names
+    assert [
+        name for item in loaded.sources[0].policies for name, _ in item.spec.detectors()
+    ] == names
     assert plain(loaded.warnings) == ([] if names else [("/spec", IDLE)])
 
 
@@ -195,13 +263,23 @@ def test_policy_with_every_key_loads_without_warning() -> None:
     made = loaded.sources[0].policies[0].spec
     bypass, turns, calls = made.bypass, made.detectors()[3][1], made.detectors()[4][1]
     assert plain(loaded.warnings) == []
-    assert [(entry.header, entry.methods, entry.pathPrefix, entry.pathExact) for entry in bypass] == [
+    assert [
+        (entry.header, entry.methods, entry.pathPrefix, entry.pathExact) for entry in bypass
+    ] == [
         ("x-health", ["GET"], None, None),
         (None, None, "/a/", "/b"),
     ]
     assert made.limit_keys == ["body:/a~1b/0/C", "body:/", "header:x-a"]
-    assert (calls.tools["f*"].threshold, calls.tools["description"].allow, calls.window_seconds) == (2, True, None)
-    assert (turns.normalize_results, turns.ignore_arguments, turns.threshold_identical_requests) == (False, ["note"], None)
+    assert (
+        calls.tools["f*"].threshold,
+        calls.tools["description"].allow,
+        calls.window_seconds,
+    ) == (2, True, None)
+    assert (
+        turns.normalize_results,
+        turns.ignore_arguments,
+        turns.threshold_identical_requests,
+    ) == (False, ["note"], None)
 
 
 @pytest.mark.parametrize(("limits", "most"), [({}, 2**20), ({"max_inspect_bytes": 1_000}, 1_000)])
@@ -229,16 +307,29 @@ def test_each_field_of_a_spec_is_checked(name: str, value: object, expected: Err
 def test_schema_describes_each_key_in_whole_sentences() -> None:
     made = make_schema()["$defs"]
 
-    said = {(kind, key): each.get("description", "") for kind in made for key, each in made[kind]["properties"].items()}
+    said = {
+        (kind, key): each.get("description", "")
+        for kind in made
+        for key, each in made[kind]["properties"].items()
+    }
     assert [key for key, text in said.items() if not re.fullmatch(r"[^\n]{7,}\.", text)] == []
     assert all("Attributes" not in kind["description"] for kind in made.values())
 
 
-MANY = {"pathPrefix": "/", "hosts": [f"h{n}" for n in range(101)], "methods": [f"M{n}" for n in range(100)]}
+MANY = {
+    "pathPrefix": "/",
+    "hosts": [f"h{n}" for n in range(101)],
+    "methods": [f"M{n}" for n in range(100)],
+}
 NO_ANCHOR = {"id": "b", "spec": {**good()["spec"], "selector": {"methods": ["GET"]}}}
 BODILESS = loop(similarity="canonical", body="ignore")
-DAYS = [spec(rules=[rule("token_bucket_llm", tokens_per_minute=9_000, tokens_per_day=day)]) for day in (None, 0)]
-INFINITE = json.dumps(bundle(DAYS[0], DAYS[1] | {"id": "q"})).replace('"tokens_per_day": 0', '"tokens_per_day": 1e999')
+DAYS = [
+    spec(rules=[rule("token_bucket_llm", tokens_per_minute=9_000, tokens_per_day=day)])
+    for day in (None, 0)
+]
+INFINITE = json.dumps(bundle(DAYS[0], DAYS[1] | {"id": "q"})).replace(
+    '"tokens_per_day": 0', '"tokens_per_day": 1e999'
+)
 LOOP, SAME_NAME = "/spec/loop_detection", "duplicate name…"
 
 
@@ -247,26 +338,52 @@ LOOP, SAME_NAME = "/spec/loop_detection", "duplicate name…"
     [
         (entries({}, {}), [(f"{LOOP}/1", SAME_NAME)]),
         (entries({"name": "tail"}, TAIL), [(f"{LOOP}/1", SAME_NAME)]),
-        (entries({}, TAIL, {"name": "x"}, CALLS | {"name": "x", "enabled": False}), [(f"{LOOP}/3", SAME_NAME)]),
-        (spec(loop_detection=[5, *entries({}, {})["spec"]["loop_detection"]]), [(f"{LOOP}/0", "…"), (f"{LOOP}/2", SAME_NAME)]),
+        (
+            entries({}, TAIL, {"name": "x"}, CALLS | {"name": "x", "enabled": False}),
+            [(f"{LOOP}/3", SAME_NAME)],
+        ),
+        (
+            spec(loop_detection=[5, *entries({}, {})["spec"]["loop_detection"]]),
+            [(f"{LOOP}/0", "…"), (f"{LOOP}/2", SAME_NAME)],
+        ),
         (loop(**CALLS, tools={"": {}}), [(f"{LOOP}/tools/", "it must not be empty…")]),
-        (loop(**CALLS, tools={"f": {"threshold": None, "window_calls": 2}}), [never(f"{LOOP}/tools/f", 3, 2)]),
-        (loop(**CALLS, tools={"f": {"threshold": 11, "window_calls": None}}), [never(f"{LOOP}/tools/f", 11, 10)]),
-        *((loop(**{key: 1}), [(f"{LOOP}/{key}", "unknown key…")]) for key in ("(object)", "(list)", "[key]")),
-        *((loop(**CALLS, tools={key: 5}), [(f"{LOOP}/tools/{key}", "…")]) for key in ("(object)", "(list)", "[key]")),
+        (
+            loop(**CALLS, tools={"f": {"threshold": None, "window_calls": 2}}),
+            [never(f"{LOOP}/tools/f", 3, 2)],
+        ),
+        (
+            loop(**CALLS, tools={"f": {"threshold": 11, "window_calls": None}}),
+            [never(f"{LOOP}/tools/f", 11, 10)],
+        ),
+        *(
+            (loop(**{key: 1}), [(f"{LOOP}/{key}", "unknown key…")])
+            for key in ("(object)", "(list)", "[key]")
+        ),
+        *(
+            (loop(**CALLS, tools={key: 5}), [(f"{LOOP}/tools/{key}", "…")])
+            for key in ("(object)", "(list)", "[key]")
+        ),
         (
             spec(selector=MANY),
             [
                 (
                     "/spec/selector",
-                    "apis, hosts, methods and routes make 10100 combinations, and at most 10000 are allowed; split…",
+                    (
+                        "apis, hosts, methods and routes make 10100 combinations, and at most "
+                        "10000 "
+                        "are allowed; split…"
+                    ),
                 )
             ],
         ),
         (INFINITE.encode(), [("/policies/1/spec/rules/0/algorithm_config/tokens_per_day", "…")]),
         (
             [good(), NO_ANCHOR, BODILESS | {"id": "w"}, BODILESS | {"id": "v"}],
-            [("/1/spec/selector", "…"), ("/2/spec/loop_detection/body", "…"), ("/3/spec/loop_detection/body", "…")],
+            [
+                ("/1/spec/selector", "…"),
+                ("/2/spec/loop_detection/body", "…"),
+                ("/3/spec/loop_detection/body", "…"),
+            ],
         ),
     ],
 )
@@ -274,7 +391,9 @@ def test_errors_point_to_their_places(document: object, expected: Errors) -> Non
     found = plain(refused(document))
 
     assert [place for place, _ in found] == [place for place, _ in expected]
-    assert all(fits(message, wanted) for (_, message), (_, wanted) in zip(found, expected, strict=True)), found
+    assert all(
+        fits(message, wanted) for (_, message), (_, wanted) in zip(found, expected, strict=True)
+    ), found
 
 
 @pytest.mark.parametrize(("document", "expected"), DOCUMENTS)
@@ -285,18 +404,30 @@ def test_each_rule_of_a_document_is_checked(document: object, expected: Errors) 
 
 
 def test_every_error_of_every_file_is_reported_at_once() -> None:
-    first = bundle(loop(action="x", window_seconds=0), {**spec(mode="y"), "id": 1}, bundle_version=0)
+    first = bundle(
+        loop(action="x", window_seconds=0), {**spec(mode="y"), "id": 1}, bundle_version=0
+    )
 
     errors = refused(first, b"{", good("ok"), spec(selector={}), [good("c"), good("ok")])
 
     assert [str(error) for error in errors] == [
         "0: /bundle_version: bundle_version must be greater than 0, not 0",
-        "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
-        "0: /policies/0/spec/loop_detection/action: action must be one of reject, land, throttle, steer, warn, not 'x'",
+        (
+            "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive "
+            "integer, not 0"
+        ),
+        (
+            "0: /policies/0/spec/loop_detection/action: action must be one of reject, land, "
+            "throttle, "
+            "steer, warn, not 'x'"
+        ),
         "0: /policies/1/id: id must be a string, not 1",
         "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
         "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
-        "3: /spec/selector: selector needs at least one of apis, pathExact, pathPrefix and routes, but has nothing",
+        (
+            "3: /spec/selector: selector needs at least one of apis, pathExact, pathPrefix and "
+            "routes, but has nothing"
+        ),
         "3: /id: duplicate id 'p', also at 0 /policies/0/id; ids are unique across all files",
         "4: /1/id: duplicate id 'ok', also at 2 /id; ids are unique across all files",
     ]
@@ -315,8 +446,13 @@ def test_repeated_key_is_found_at_any_depth() -> None:
         good(),
         [good()],
         b"\xef\xbb\xbf" + json.dumps(good()).encode(),
-        bundle(spec(rules=[], circuit_breaker={"enabled": False}), kill_switches=[]),  # nothing that is missing
-        *({"$schema": name, **good()} for name in ("./loopguard.schema.json", "https://json-schema.org/draft/2020-12/schema")),
+        bundle(
+            spec(rules=[], circuit_breaker={"enabled": False}), kill_switches=[]
+        ),  # nothing that is missing
+        *(
+            {"$schema": name, **good()}
+            for name in ("./loopguard.schema.json", "https://json-schema.org/draft/2020-12/schema")
+        ),
         {"$schema": "./loopguard.schema.json", **bundle(good())},
     ],
 )
@@ -327,7 +463,9 @@ def test_file_is_a_bundle_a_policy_or_a_list(document: object) -> None:
 
     (source,) = loaded.sources
     assert [item.id for item in source.policies] == ["p"]
-    assert source.bundle_version == (1 if isinstance(document, dict) and "policies" in document else None)
+    assert source.bundle_version == (
+        1 if isinstance(document, dict) and "policies" in document else None
+    )
     assert (loaded.warnings, loaded.unenforced) == ((), ())
 
 
@@ -338,13 +476,21 @@ def test_description_and_x_keys_are_allowed_everywhere() -> None:
     rules = [RULE | note]
     item = {
         "id": "p",
-        "spec": {"selector": selector, "limit_keys": ["jwt:a"], "loop_detection": detection, "rules": rules, **note},
+        "spec": {
+            "selector": selector,
+            "limit_keys": ["jwt:a"],
+            "loop_detection": detection,
+            "rules": rules,
+            **note,
+        },
     }
 
     loaded = check(bundle(item | note, global_shadow={"enabled": False, **note}, **note))
 
     assert loaded.sources[0].policies[0].spec.selector.pathExact == "/a"
-    assert plain(loaded.warnings) == [("/policies/0/spec/rules/0", "no limit_keys: all callers share the budget of the rule r")]
+    assert plain(loaded.warnings) == [
+        ("/policies/0/spec/rules/0", "no limit_keys: all callers share the budget of the rule r")
+    ]
 
 
 def test_drop_in_bundle_loads_and_names_unenforced_parts() -> None:
@@ -394,7 +540,12 @@ def test_drop_in_bundle_loads_and_names_unenforced_parts() -> None:
         (f"{here}/fallback_limit/match/ip:asn", f"the descriptor ip:asn {idle.format('rest')}"),
     ]
     assert loaded.warnings == ()
-    assert loaded.sources[0].policies[0].spec.all_limit_keys() == ["ip:country", "header:x-key", "jwt:org_id", "ua:bot"]
+    assert loaded.sources[0].policies[0].spec.all_limit_keys() == [
+        "ip:country",
+        "header:x-key",
+        "jwt:org_id",
+        "ua:bot",
+    ]
 
 
 SHARED = "no limit_keys: all callers of policy p share its counts"
@@ -415,7 +566,11 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (spec(limit_keys=["ip:country"]), [("/spec", SHARED)]),
         (spec(limit_keys=[], rules=[RULE | {"limit_keys": ["jwt:a"]}]), []),
         (
-            spec(rules=[RULE], circuit_breaker={"spend_rate_threshold_per_minute": 1}, loop_detection=None),
+            spec(
+                rules=[RULE],
+                circuit_breaker={"spend_rate_threshold_per_minute": 1},
+                loop_detection=None,
+            ),
             [
                 ("/spec/circuit_breaker", OFF),
                 ("/spec/rules/0", "no limit_keys: all callers share the budget of the rule r"),
@@ -441,7 +596,8 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
                 (
                     "/spec/rules/0/algorithm_config/cost_key",
                     (
-                        "header:X-Cost is the client's choice, so a client can choose what a request costs; let a proxy set "
+                        "header:X-Cost is the client's choice, so a client can choose what a "
+                        "request costs; let a proxy set "
                         "it, and remove it from clients' requests"
                     ),
                 )
@@ -450,57 +606,101 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (
             spec(
                 rules=[
-                    rule("token_bucket", "a", rps=1, burst=2, cost_source="header:x-cost", fixed_cost=2),
+                    rule(
+                        "token_bucket",
+                        "a",
+                        rps=1,
+                        burst=2,
+                        cost_source="header:x-cost",
+                        fixed_cost=2,
+                    ),
                     rule("token_bucket_llm", "b", tokens_per_minute=9_000, tokens_per_day=8_000),
                     rule("token_bucket", "c", rps=1, burst=2, default_cost=2),
                 ]
             ),
             [
-                ("/spec/rules/0/algorithm_config/fixed_cost", "fixed_cost is ignored, because requests cost header:x-cost"),
+                (
+                    "/spec/rules/0/algorithm_config/fixed_cost",
+                    "fixed_cost is ignored, because requests cost header:x-cost",
+                ),
                 (
                     "/spec/rules/0/algorithm_config/cost_source",
                     (
-                        "header:x-cost is the client's choice, so a client can choose what a request costs; let a proxy set "
+                        "header:x-cost is the client's choice, so a client can choose what a "
+                        "request costs; let a proxy set "
                         "it, and remove it from clients' requests"
                     ),
                 ),
                 (
                     "/spec/rules/1/algorithm_config/tokens_per_day",
-                    "tokens_per_day is below tokens_per_minute, 9000: a day allows less than a minute",
+                    (
+                        "tokens_per_day is below tokens_per_minute, 9000: a day allows less than a "
+                        "minute"
+                    ),
                 ),
-                ("/spec/rules/2/algorithm_config/default_cost", "default_cost is ignored, because requests cost fixed"),
+                (
+                    "/spec/rules/2/algorithm_config/default_cost",
+                    "default_cost is ignored, because requests cost fixed",
+                ),
             ],
         ),
         (
             spec(
                 rules=[
                     rule("token_bucket_llm", "a", tokens_per_minute=1_500),
-                    rule("token_bucket_llm", "b", tokens_per_minute=1_500, burst_tokens=5_000, tokens_per_day=1_999),
-                    rule("token_bucket_llm", "c", tokens_per_minute=1_500, default_max_completion=750),
-                    rule("token_bucket_llm", "d", tokens_per_minute=1_500, max_completion_tokens=750),
-                    rule("cost_based", "e", budget=800, period="1h", cost_key="usage:output", staged_actions=REJECT),
-                    rule("cost_based", "f", budget=800, period="1h", cost_key="usage:input", staged_actions=REJECT),
+                    rule(
+                        "token_bucket_llm",
+                        "b",
+                        tokens_per_minute=1_500,
+                        burst_tokens=5_000,
+                        tokens_per_day=1_999,
+                    ),
+                    rule(
+                        "token_bucket_llm", "c", tokens_per_minute=1_500, default_max_completion=750
+                    ),
+                    rule(
+                        "token_bucket_llm", "d", tokens_per_minute=1_500, max_completion_tokens=750
+                    ),
+                    rule(
+                        "cost_based",
+                        "e",
+                        budget=800,
+                        period="1h",
+                        cost_key="usage:output",
+                        staged_actions=REJECT,
+                    ),
+                    rule(
+                        "cost_based",
+                        "f",
+                        budget=800,
+                        period="1h",
+                        cost_key="usage:input",
+                        staged_actions=REJECT,
+                    ),
                 ]
             ),
             [
                 (
                     "/spec/rules/0/algorithm_config/default_max_completion",
                     (
-                        "a request without max_tokens reserves 1000 of 1500 tokens for its answer, and is refused while less "
+                        "a request without max_tokens reserves 1000 of 1500 tokens for its "
+                        "answer, and is refused while less "
                         "is left; lower default_max_completion"
                     ),
                 ),
                 (
                     "/spec/rules/1/algorithm_config/default_max_completion",
                     (
-                        "a request without max_tokens reserves 1000 of 1999 tokens for its answer, and is refused while less "
+                        "a request without max_tokens reserves 1000 of 1999 tokens for its "
+                        "answer, and is refused while less "
                         "is left; lower default_max_completion"
                     ),
                 ),
                 (
                     "/spec/rules/4/algorithm_config/budget",
                     (
-                        "a request without max_tokens reserves 800 of 800 tokens for its answer, and is refused while less "
+                        "a request without max_tokens reserves 800 of 800 tokens for its answer, "
+                        "and is refused while less "
                         "is left; raise it, or have clients send max_tokens"
                     ),
                 ),
@@ -511,7 +711,13 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (loop(enabled=...), [("/spec", IDLE), ("/spec/loop_detection", OFF)]),
         (spec(loop_detection={}), [("/spec", IDLE)]),
         (
-            spec(loop_detection=[{"similarity": "turns"}, {"similarity": "tail", "enabled": False}, {}]),
+            spec(
+                loop_detection=[
+                    {"similarity": "turns"},
+                    {"similarity": "tail", "enabled": False},
+                    {},
+                ]
+            ),
             [("/spec", IDLE), ("/spec/loop_detection/0", OFF)],
         ),
         (entries({}, {"similarity": "tail", "enabled": ...}), [("/spec/loop_detection/1", OFF)]),
@@ -538,20 +744,34 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (
             spec(ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True),
             [
-                ("/spec/ramp_by", "ramp_by does nothing without enforce_percent: it acts on all callers"),
-                ("/spec/ramp_seed", "ramp_seed does nothing without enforce_percent: it acts on all callers"),
+                (
+                    "/spec/ramp_by",
+                    "ramp_by does nothing without enforce_percent: it acts on all callers",
+                ),
+                (
+                    "/spec/ramp_seed",
+                    "ramp_seed does nothing without enforce_percent: it acts on all callers",
+                ),
             ],
         ),
         (spec(mode="shadow", ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
         (spec(enforce_percent=1, ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
-        (spec(enforce_percent=25, limit_keys=["body:/a"], rules=[RULE | {"limit_keys": ["jwt:a"]}]), []),
+        (
+            spec(
+                enforce_percent=25, limit_keys=["body:/a"], rules=[RULE | {"limit_keys": ["jwt:a"]}]
+            ),
+            [],
+        ),
         (spec(enforce_percent=100, limit_keys=["body:/a"]), []),
         (
             loop(similarity="mcp", action="land"),
             [
                 (
                     "/spec/loop_detection",
-                    "land cannot add a note to requests without a conversation: they continue with a warning",
+                    (
+                        "land cannot add a note to requests without a conversation: they continue "
+                        "with a warning"
+                    ),
                 )
             ],
         ),
@@ -560,26 +780,62 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             [
                 (
                     "/spec/loop_detection",
-                    "steer and land cannot add a note to requests whose body is not read: they continue with a warning",
+                    (
+                        "steer and land cannot add a note to requests whose body is not read: they "
+                        "continue with a warning"
+                    ),
                 )
             ],
         ),
         (
-            loop(action="warn", steer_note="Stop.", steer_share=50, max_delay_ms=5, reject_status=400, refuse_as="completion"),
+            loop(
+                action="warn",
+                steer_note="Stop.",
+                steer_share=50,
+                max_delay_ms=5,
+                reject_status=400,
+                refuse_as="completion",
+            ),
             [
-                ("/spec/loop_detection/steer_note", "steer_note does nothing without the action steer or land"),
-                ("/spec/loop_detection/steer_share", "steer_share does nothing without the action steer"),
-                ("/spec/loop_detection/max_delay_ms", "max_delay_ms does nothing without the action throttle"),
-                ("/spec/loop_detection/reject_status", "reject_status does nothing without the action throttle or reject"),
-                ("/spec/loop_detection/refuse_as", "refuse_as does nothing without the action throttle or reject"),
+                (
+                    "/spec/loop_detection/steer_note",
+                    "steer_note does nothing without the action steer or land",
+                ),
+                (
+                    "/spec/loop_detection/steer_share",
+                    "steer_share does nothing without the action steer",
+                ),
+                (
+                    "/spec/loop_detection/max_delay_ms",
+                    "max_delay_ms does nothing without the action throttle",
+                ),
+                (
+                    "/spec/loop_detection/reject_status",
+                    "reject_status does nothing without the action throttle or reject",
+                ),
+                (
+                    "/spec/loop_detection/refuse_as",
+                    "refuse_as does nothing without the action throttle or reject",
+                ),
             ],
         ),
         (loop(action="warn", escalate={"throttle": 6}, max_delay_ms=5, reject_status=400), []),
         *(
-            (spec(selector={"pathPrefix": "/", "methods": ["GET", method]}), [("/spec/selector/methods/1", f"…{told}…")])
+            (
+                spec(selector={"pathPrefix": "/", "methods": ["GET", method]}),
+                [("/spec/selector/methods/1", f"…{told}…")],
+            )
             for method, told in UNKNOWN_METHODS.items()
         ),
-        (spec(selector={"pathPrefix": "/", "methods": ["post", "QUERY", "PROPFIND", "PURGE", "M-SEARCH", "CONNECT"]}), []),
+        (
+            spec(
+                selector={
+                    "pathPrefix": "/",
+                    "methods": ["post", "QUERY", "PROPFIND", "PURGE", "M-SEARCH", "CONNECT"],
+                }
+            ),
+            [],
+        ),
         (
             spec(bypass=[{"methods": ["ANY"]}, {"pathPrefix": "/health*"}]),
             [("/spec/bypass/0/methods/0", "…"), ("/spec/bypass/1/pathPrefix", "…")],
@@ -588,7 +844,12 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             spec(
                 selector={"pathPrefix": "/", "routes": ["*", "httproute/a/b/rule/0/match/0/*"]}
             ),  # as Envoy Gateway names them
-            [("/spec/selector/routes/0", "'*' is matched literally; leave routes out to match any")],
+            [
+                (
+                    "/spec/selector/routes/0",
+                    "'*' is matched literally; leave routes out to match any",
+                )
+            ],
         ),
         (
             spec(selector={"apis": ["anthropic"], "pathExact": "/v1/responses"}),
@@ -596,7 +857,10 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         ),
         (spec(selector={"apis": "any", "pathExact": "/v1/responses"}), []),
         (spec(limit_keys=[], loop_detection={**COUNTED, **CALLS}), []),
-        (spec(limit_keys=[], loop_detection={**COUNTED, "cooldown_seconds": 9, **CALLS}), [("/spec", SHARED)]),
+        (
+            spec(limit_keys=[], loop_detection={**COUNTED, "cooldown_seconds": 9, **CALLS}),
+            [("/spec", SHARED)],
+        ),
         (bundle(), [("/policies", "has no policies: nothing is guarded")]),
         ([], [("", "has no policies: nothing is guarded")]),
     ],
@@ -605,7 +869,9 @@ def test_valid_but_doubtful_settings_are_warnings(document: object, expected: Er
     found = plain(check(document).warnings)
 
     assert [place for place, _ in found] == [place for place, _ in expected]
-    assert all(fits(message, wanted) for (_, message), (_, wanted) in zip(found, expected, strict=True)), found
+    assert all(
+        fits(message, wanted) for (_, message), (_, wanted) in zip(found, expected, strict=True)
+    ), found
 
 
 TOKENS = {
@@ -624,9 +890,26 @@ TOKENS = {
         (spec(limit_keys=["header:x-user-id", "ip:address"]), ["/spec/limit_keys"]),
         (spec(limit_keys=["header:x-user-id", "ip:address"], missing_descriptor="skip"), []),
         (spec(session={}, session_limits={"max_steps": 9}), ["/spec/session_limits", "/spec"]),
-        (spec(loop_detection=None, limit_keys=["header:a", "ip:address"], rules=[RULE | {"limit_keys": ["ip:address"]}]), []),
-        (spec(loop_detection=None, rules=[RULE | {"limit_keys": ["header:a"]}]), ["/spec/rules/0/limit_keys"]),
-        (spec(loop_detection=None, rules=[RULE | {"limit_keys": ["header:a"]}], uncountable="reject"), []),
+        (
+            spec(
+                loop_detection=None,
+                limit_keys=["header:a", "ip:address"],
+                rules=[RULE | {"limit_keys": ["ip:address"]}],
+            ),
+            [],
+        ),
+        (
+            spec(loop_detection=None, rules=[RULE | {"limit_keys": ["header:a"]}]),
+            ["/spec/rules/0/limit_keys"],
+        ),
+        (
+            spec(
+                loop_detection=None,
+                rules=[RULE | {"limit_keys": ["header:a"]}],
+                uncountable="reject",
+            ),
+            [],
+        ),
         (spec(loop_detection=None, rules=[TOKENS]), ["/spec/rules/0/algorithm_config"]),
     ],
 )
@@ -658,9 +941,14 @@ def test_policies_of_one_shape_get_equal_warnings(document: dict[str, Any]) -> N
     together, alone = check(several), [check(one) for one in several]
 
     assert plain(together.warnings) == [
-        (f"/{number}{place}", message) for number, one in enumerate(alone) for place, message in plain(one.warnings)
+        (f"/{number}{place}", message)
+        for number, one in enumerate(alone)
+        for place, message in plain(one.warnings)
     ]
-    notes = [(f"/0{place}", f"{message} (and {len(several) - 1} more)") for place, message in plain(alone[0].notes)]
+    notes = [
+        (f"/0{place}", f"{message} (and {len(several) - 1} more)")
+        for place, message in plain(alone[0].notes)
+    ]
     assert plain(together.notes) == notes
 
 
@@ -695,11 +983,16 @@ def test_final_refusal_with_default_status_is_a_note(changes: dict[str, Any], no
         ({"enabled": True, "expires_at": FUTURE, "reason": "x" * 256}, (True, False)),
     ],
 )
-def test_global_shadow_holds_until_it_expires(override: object, shadowed: tuple[bool, bool]) -> None:
+def test_global_shadow_holds_until_it_expires(
+    override: object, shadowed: tuple[bool, bool]
+) -> None:
     """`global_shadow` covers its file up to, and not including, its end."""
     (source,) = check(bundle(good(), global_shadow=override)).sources
 
-    assert (source.forces_shadow(NOW), source.forces_shadow(datetime.fromisoformat(FUTURE))) == shadowed
+    assert (
+        source.forces_shadow(NOW),
+        source.forces_shadow(datetime.fromisoformat(FUTURE)),
+    ) == shadowed
 
 
 def test_selectors_and_keys_are_normalised() -> None:
@@ -709,7 +1002,9 @@ def test_selectors_and_keys_are_normalised() -> None:
         "hosts": ["API.Example.com.:8443", "[2001:DB8::1]:80"],
     }
 
-    loaded = check(spec(selector=selector, limit_keys=["Header:X-User-ID", "jwt:Org", "query:Q", "ip:address"]))
+    loaded = check(
+        spec(selector=selector, limit_keys=["Header:X-User-ID", "jwt:Org", "query:Q", "ip:address"])
+    )
 
     made = loaded.sources[0].policies[0].spec
     assert made.selector.pathPrefix == "/v1/~user/a%20b/%7Bx%7D%2F"
@@ -725,12 +1020,19 @@ def write(root: Path, files: Mapping[str, object]) -> None:
         if isinstance(content, Path):
             place.symlink_to(content)
         else:
-            place.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+            place.write_bytes(
+                content if isinstance(content, bytes) else json.dumps(content).encode()
+            )
 
 
 NUMBERED = [f"p{number}" for number in range(11, 31)]
-SKIPPED = dict.fromkeys((".git/x.json", ".hidden.json", "a.json.bak", "README.md", "x/.y/z.json"), b"broken")
-FOLDER = {f"{name}.json": good(name) for name in reversed(NUMBERED)} | {"x/y/c.json": good("c"), "d.json/e.json": good("e")}
+SKIPPED = dict.fromkeys(
+    (".git/x.json", ".hidden.json", "a.json.bak", "README.md", "x/.y/z.json"), b"broken"
+)
+FOLDER = {f"{name}.json": good(name) for name in reversed(NUMBERED)} | {
+    "x/y/c.json": good("c"),
+    "d.json/e.json": good("e"),
+}
 
 
 @pytest.mark.parametrize(
@@ -752,9 +1054,17 @@ def test_directories_are_read_once_and_in_order(
     assert [item.id for source in sources for item in source.policies] == ids
 
 
-def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_that_cannot_be_read_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(
-        tmp_path, {"locked.json": good("x"), "bad.json": b"{", "links/dangling.json": Path("nowhere"), "empty/.p.json": good()}
+        tmp_path,
+        {
+            "locked.json": good("x"),
+            "bad.json": b"{",
+            "links/dangling.json": Path("nowhere"),
+            "empty/.p.json": good(),
+        },
     )
     (tmp_path / "barred").mkdir()
     os.mkfifo(tmp_path / "fifo.json")
@@ -774,7 +1084,16 @@ def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "scandir", scandir)
-    names = ["missing.json", "locked.json", "bad.json", "links", "empty", "barred", "fifo.json", "large.json"]
+    names = [
+        "missing.json",
+        "locked.json",
+        "bad.json",
+        "links",
+        "empty",
+        "barred",
+        "fifo.json",
+        "large.json",
+    ]
     with pytest.raises(BundleErrors) as failure:
         load([*(str(tmp_path / name) for name in names), "/dev/zero"], NOW)
 
@@ -787,7 +1106,11 @@ def test_every_path_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch:
         "fifo.json: /: is not a regular file",
         "large.json: /: is larger than 64 MiB",
         "/dev/zero: /: is not a regular file",
-        "bad.json: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
+        (
+            "bad.json: /: is not JSON: Expecting property name enclosed in double quotes at line "
+            "1, "
+            "column 2"
+        ),
     ]
 
 
@@ -809,10 +1132,16 @@ def test_schema_is_closed_and_complete() -> None:
     assert all("^x-" in kind["patternProperties"] for kind in kinds.values())
     assert kinds["Bundle"]["required"] == ["bundle_version", "policies"]
     assert kinds["Policy"]["properties"]["id"]["pattern"] == "^[A-Za-z0-9_.-]{1,128}$"
-    assert detection["properties"]["action"]["enum"] == ["reject", "land", "throttle", "steer", "warn"]
-    assert {"exclusiveMinimum": 0, "maximum": 31_536_000, "type": "integer"} in detection["properties"]["window_seconds"][
-        "anyOf"
+    assert detection["properties"]["action"]["enum"] == [
+        "reject",
+        "land",
+        "throttle",
+        "steer",
+        "warn",
     ]
+    assert {"exclusiveMinimum": 0, "maximum": 31_536_000, "type": "integer"} in detection[
+        "properties"
+    ]["window_seconds"]["anyOf"]
 
 
 @pytest.mark.parametrize(
@@ -836,15 +1165,19 @@ def test_schema_accepts_what_loads(document: object) -> None:
 
 
 _BETWEEN_FIELDS = re.compile(
-    r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|with window_type"
-    r"|but body is ignore|is already the action|is milder than|must have a higher threshold|>= threshold_identical"
+    r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity "
+    r"turns|with window_type"
+    r"|but body is ignore|is already the action|is milder than|must have a higher threshold|>= "
+    r"threshold_identical"
 )
 REFUSED_FIELDS = [
     changes
     for changes, expected in ENTRIES
     if not all(_BETWEEN_FIELDS.search(message) for _, message in expected)
     and "a\n" not in changes.values()  # where Python's `$` differs from that of JSON Schema
-    and not any(isinstance(value, float) and value.is_integer() for value in changes.values())  # an integer to JSON Schema
+    and not any(
+        isinstance(value, float) and value.is_integer() for value in changes.values()
+    )  # an integer to JSON Schema
 ]
 REFUSED_SHAPES: list[dict[str, object]] = [
     {"loop_detection": []},

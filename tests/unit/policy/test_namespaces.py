@@ -42,7 +42,18 @@ def test_namespace_has_hosts_paths_routes_and_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "b", "=path:/b", "b=", "b=path:", "b=path:b", "b=host:*.example.com", "b=port:80", "b=path:/b,,"]
+    "text",
+    [
+        "",
+        "b",
+        "=path:/b",
+        "b=",
+        "b=path:",
+        "b=path:b",
+        "b=host:*.example.com",
+        "b=port:80",
+        "b=path:/b,,",
+    ],
 )
 def test_invalid_namespace_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="must be PATH=host:NAME"):
@@ -60,7 +71,11 @@ def test_invalid_namespace_is_rejected(text: str) -> None:
     ],
 )
 def test_namespace_must_belong_to_a_policy_path(path: str, paths: list[str], good: bool) -> None:
-    with nullcontext() if good else pytest.raises(UsageError, match=f"--namespace-of {path}: no policy path includes it"):
+    with (
+        nullcontext()
+        if good
+        else pytest.raises(UsageError, match=f"--namespace-of {path}: no policy path includes it")
+    ):
         assert read_namespaces([f"{path}=id:b-"], paths) == (Namespace(path, ids=("b-",)),)
 
 
@@ -89,7 +104,11 @@ HOSTS = "/spec/selector/hosts: must name only b.com, the hosts of b"
         ("path:/b", select(pathExact="/b/../a"), PATHS.format("/b")),
         ("host:b.com", select(pathPrefix="/"), HOSTS),
         ("host:b.com", select(pathPrefix="/", hosts=["b.com", "a.com"]), HOSTS),
-        ("route:chat", select(routes=["chat", "a"]), "/spec/selector/routes: must name only chat, the routes of b"),
+        (
+            "route:chat",
+            select(routes=["chat", "a"]),
+            "/spec/selector/routes: must name only chat, the routes of b",
+        ),
         ("id:c-", select(pathPrefix="/"), "/id: must begin with c-, as all ids in b do"),
         (*killing("path:/b", "/b/x"), ""),
         (*killing("path:/b", "/a"), "/kill_switches/0/route: …"),
@@ -98,7 +117,9 @@ HOSTS = "/spec/selector/hosts: must name only b.com, the hosts of b"
         (*killing("id:b-", "/b"), "/kill_switches/0…"),
     ],
 )
-def test_file_outside_its_namespace_is_rejected(namespace: str, document: dict[str, Any], error: str) -> None:
+def test_file_outside_its_namespace_is_rejected(
+    namespace: str, document: dict[str, Any], error: str
+) -> None:
     """A kill switch has a path and no host, so only a namespace of paths can have one."""
     if error:
         (found,) = find_errors(f"b={namespace}", b=document)
@@ -108,7 +129,9 @@ def test_file_outside_its_namespace_is_rejected(namespace: str, document: dict[s
 
 
 def test_ids_of_a_namespace_are_reserved() -> None:
-    assert find_errors("b=id:b-", a=select(pathPrefix="/")) == ["a/p.json: /id: must not begin with b-: these ids belong to b"]
+    assert find_errors("b=id:b-", a=select(pathPrefix="/")) == [
+        "a/p.json: /id: must not begin with b-: these ids belong to b"
+    ]
 
 
 def test_aliases_apply_within_their_namespace() -> None:
@@ -119,7 +142,9 @@ def test_aliases_apply_within_their_namespace() -> None:
         files[name] = policy(f"{name}-p", {"pathPrefix": "/"})
         files[name]["spec"]["aliases"] = dict.fromkeys(own, f"{name}-names")
 
-    named = {plan.id: plan.aliases for plan in Engine(load("a=id:a-", "b=id:b-", **files), NOW).plans}
+    named = {
+        plan.id: plan.aliases for plan in Engine(load("a=id:a-", "b=id:b-", **files), NOW).plans
+    }
 
     assert named == {
         "a-p": {hashes[0]: "a-names", hashes[1]: "a-names", hashes[2]: "c-names"},
@@ -128,7 +153,10 @@ def test_aliases_apply_within_their_namespace() -> None:
     }
 
 
-LIVE, SHADOW = select(pathPrefix="/") | {"id": "a-live"}, select(pathPrefix="/") | {"id": "b-shadow"}
+LIVE, SHADOW = (
+    select(pathPrefix="/") | {"id": "a-live"},
+    select(pathPrefix="/") | {"id": "b-shadow"},
+)
 SHADOW["spec"]["mode"] = "shadow"
 
 
@@ -137,20 +165,29 @@ SHADOW["spec"]["mode"] = "shadow"
     [
         ([], {"a": LIVE, "b": SHADOW}, [("a-live", "b-shadow")]),
         (["b=id:b-"], {"a": LIVE, "b": SHADOW}, []),
-        (["b=id:b-"], {"a": [LIVE, SHADOW | {"id": "a-shadow"}], "b": LIVE | {"id": "b-live"}}, [("a-live", "a-shadow")]),
+        (
+            ["b=id:b-"],
+            {"a": [LIVE, SHADOW | {"id": "a-shadow"}], "b": LIVE | {"id": "b-live"}},
+            [("a-live", "a-shadow")],
+        ),
     ],
 )
 def test_canaries_are_paired_within_their_namespace(
     namespaces: list[str], files: dict[str, object], pairs: list[tuple[str, str]]
 ) -> None:
-    assert [(pair.live, pair.candidate) for pair in Engine(load(*namespaces, **files), NOW).pairings] == pairs
+    assert [
+        (pair.live, pair.candidate) for pair in Engine(load(*namespaces, **files), NOW).pairings
+    ] == pairs
 
 
 def test_canary_of_another_namespace_is_rejected() -> None:
     named = {**SHADOW, "spec": {**SHADOW["spec"], "canary_of": "a-live"}}
 
     assert [error.partition(": ")[2] for error in find_errors("b=id:b-", a=LIVE, b=named)] == [
-        "/spec/canary_of: canary_of must name a policy of the same namespace, and 'a-live' is outside of it"
+        (
+            "/spec/canary_of: canary_of must name a policy of the same namespace, and 'a-live' is "
+            "outside of it"
+        )
     ]
 
 
@@ -166,7 +203,11 @@ def test_canary_of_another_namespace_is_rejected() -> None:
         ({"pathPrefixes": ["/x", "/a"]}, {"pathPrefixes": ["/y", "/a/b"]}, True),
         ({"pathPrefix": "/", "methods": ["GET"]}, {"pathPrefix": "/", "methods": ["POST"]}, False),
         ({"pathPrefix": "/", "hosts": ["a.com"]}, {"pathPrefix": "/", "hosts": ["b.com"]}, False),
-        ({"pathPrefix": "/", "hosts": ["a.com", "b.com"]}, {"pathPrefix": "/a", "hosts": ["b.com"]}, True),
+        (
+            {"pathPrefix": "/", "hosts": ["a.com", "b.com"]},
+            {"pathPrefix": "/a", "hosts": ["b.com"]},
+            True,
+        ),
         ({"routes": ["r"]}, {"routes": ["r", "s"]}, True),
         ({"routes": ["r"]}, {"routes": ["s"]}, False),
         ({"routes": ["r"]}, {"pathPrefix": "/"}, False),
@@ -176,7 +217,9 @@ def test_canary_of_another_namespace_is_rejected() -> None:
         ({"apis": ["ollama"]}, {"apis": ["openai"]}, False),
     ],
 )
-def test_overlapping_policies_of_two_files_are_found(one: dict[str, Any], other: dict[str, Any], meet: object) -> None:
+def test_overlapping_policies_of_two_files_are_found(
+    one: dict[str, Any], other: dict[str, Any], meet: object
+) -> None:
     first, second = policy("p", one), policy("q", other)
     both = [find_overlaps(load(a=a, b=b).sources) for a, b in ((first, second), (second, first))]
 
@@ -185,7 +228,10 @@ def test_overlapping_policies_of_two_files_are_found(one: dict[str, Any], other:
 
 
 def test_reported_overlaps_are_bounded() -> None:
-    alike = {name: [policy(f"{name}-{number}", {"pathPrefix": "/"}) for number in range(600)] for name in "ab"}
+    alike = {
+        name: [policy(f"{name}-{number}", {"pathPrefix": "/"}) for number in range(600)]
+        for name in "ab"
+    }
     many = {f"f{number:02}": policy(f"p-{number}", {"pathPrefix": "/"}) for number in range(30)}
 
     (found,) = find_overlaps(load(**alike).sources)

@@ -32,7 +32,8 @@ REFUSED, DELAYED, WARNED, REPORTED = "are refused", "are delayed", "get a warnin
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    return json.loads(Path(find_preset(name)).read_text())  # type: ignore[no-any-return]  # an object
+    # An object
+    return json.loads(Path(find_preset(name)).read_text())  # type: ignore[no-any-return]
 
 
 def read_action(answer: ProcessingResponse) -> str:
@@ -49,7 +50,11 @@ def read_action(answer: ProcessingResponse) -> str:
 def send_all(policy: dict[str, Any], requests: Iterable[Sent]) -> list[str]:
     """What a policy does to requests of one caller, in the words of descriptions."""
     service, clock = serve(policy, max_throttled=100)
-    path = CHAT if CHAT.startswith(policy["spec"]["selector"].get("pathPrefix", CHAT)) else "/webhooks/orders"
+    path = (
+        CHAT
+        if CHAT.startswith(policy["spec"]["selector"].get("pathPrefix", CHAT))
+        else "/webhooks/orders"
+    )
     caller = headers(path, authorization="Bearer k", attributes={"source.address": "192.0.2.1:80"})
     actions = []
     for content, milliseconds in requests:
@@ -61,7 +66,10 @@ def send_all(policy: dict[str, Any], requests: Iterable[Sent]) -> list[str]:
 def describe(policy: dict[str, Any], times: int, milliseconds: int) -> str:
     actions = send_all(policy, [(chat("Hi"), milliseconds)] * times)
     first = {action: actions.index(action) + 1 for action in dict.fromkeys(actions) if action}
-    words = [f"{action} from the {number}{ {2: 'nd', 3: 'rd'}.get(number, 'th') }" for action, number in first.items()]
+    words = [
+        f"{action} from the {number}{ {2: 'nd', 3: 'rd'}.get(number, 'th') }"
+        for action, number in first.items()
+    ]
     return " and ".join(words).replace(" and are ", " and ") or "pass"
 
 
@@ -81,7 +89,9 @@ def test_preset_treats_equal_requests_as_described(preset: str) -> None:
     assert row[1].split("|") == [re.sub("^(are|get) ", "", words) for words in done.values()]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/policies/agents.json")), ids=lambda path: path.parts[-3])
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("examples/*/policies/agents.json")), ids=lambda path: path.parts[-3]
+)
 def test_examples_detect_what_the_preset_detects(path: Path) -> None:
     example, preset = json.loads(path.read_text()), read_preset("agents")
 
@@ -91,7 +101,12 @@ def test_examples_detect_what_the_preset_detects(path: Path) -> None:
 
 def with_a_clock(number: int) -> bytes:
     """A prompt in which only a clock, attempts and ids change."""
-    prompt = {"model": "m", "seed": number, "metadata": {"request_id": f"r{number}"}, "temperature": number / 100}
+    prompt = {
+        "model": "m",
+        "seed": number,
+        "metadata": {"request_id": f"r{number}"},
+        "temperature": number / 100,
+    }
     system = {"role": "system", "content": f"Current time: 2026-11-26T12:00:{number:02}Z"}
     user = {"role": "user", "content": f"Fetch the page (attempt {number})"}
     return json.dumps({**prompt, "messages": [system, user]}).encode()
@@ -106,7 +121,10 @@ def run_agents() -> list[Sent]:
                 messages = [{"role": "user", "content": "Look into the queue."}]
                 for step in range(steps):
                     said = f"agent {number}, step {step}"
-                    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+                    messages += [
+                        {"role": "assistant", "content": said},
+                        {"role": "user", "content": "go on"},
+                    ]
                 later = 15_000 if number == start + 4 else 0
                 requests.append((json.dumps({"model": "m", "messages": messages}).encode(), later))
     return requests
@@ -114,7 +132,9 @@ def run_agents() -> list[Sent]:
 
 SECTION = "Section {}. The supplier pays {} euros.\n\nWho pays?"
 LOOPED = [""] * 24 + [REFUSED] * 16
-TRAFFIC: dict[str, tuple[str, list[Sent], list[str]]] = {  # preset, requests with the milliseconds after them, and actions
+TRAFFIC: dict[
+    str, tuple[str, list[Sent], list[str]]
+] = {  # preset, requests with the milliseconds after them, and actions
     "an equal loop": ("sessions", [(chat("Fetch the page"), 2_000)] * 40, LOOPED),
     "a loop with a seed and attempts": (
         "sessions",
@@ -132,7 +152,11 @@ TRAFFIC: dict[str, tuple[str, list[Sent], list[str]]] = {  # preset, requests wi
         [""] * 60,
     ),
     **{
-        f"a monitor every {gap} seconds: {preset}": (preset, [(chat("Still there?"), gap * 1_000)] * 100, [""] * 100)
+        f"a monitor every {gap} seconds: {preset}": (
+            preset,
+            [(chat("Still there?"), gap * 1_000)] * 100,
+            [""] * 100,
+        )
         for preset, gap in (("sessions", 5), ("agents", 45))
     },
     "100 agents with one task": ("sessions", run_agents(), [""] * 400),
@@ -159,10 +183,15 @@ def test_presets_stop_loops_and_pass_similar_traffic(name: str) -> None:
 def test_refused_loop_gets_a_retry_after() -> None:
     service, _ = serve(read_preset("sessions"))
     answers = [
-        decoded(exchange(service, headers(CHAT, authorization=f"Bearer {key}"), body(chat("Hi")))[-1])
+        decoded(
+            exchange(service, headers(CHAT, authorization=f"Bearer {key}"), body(chat("Hi")))[-1]
+        )
         for key in ["k"] * 25 + ["l"]
     ]
 
     refusal = headers_of(answers[24])
-    assert (refusal["X-Fairvisor-Reason"], int(refusal["Retry-After"]) > 0) == ("loop_detected", True)
+    assert (refusal["X-Fairvisor-Reason"], int(refusal["Retry-After"]) > 0) == (
+        "loop_detected",
+        True,
+    )
     assert read_action(answers[25]) == ""

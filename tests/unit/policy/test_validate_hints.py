@@ -44,18 +44,27 @@ VERIFIED = {"first_of": ["jwt:sub", "credential"], "name": "caller"}
         ({"pathExact": "/v1/messages"}, ["credential"], False),
     ],
 )
-def test_warns_if_a_public_aws_id_identifies_callers(selector: dict[str, Any], keys: list[Any], expected: bool) -> None:
-    warnings = [each.message for each in check(bundle(policy("p", selector, limit_keys=keys))).warnings]
+def test_warns_if_a_public_aws_id_identifies_callers(
+    selector: dict[str, Any], keys: list[Any], expected: bool
+) -> None:
+    warnings = [
+        each.message for each in check(bundle(policy("p", selector, limit_keys=keys))).warnings
+    ]
 
-    assert any("AWS access key id, which is no secret" in message for message in warnings) is expected
+    assert (
+        any("AWS access key id, which is no secret" in message for message in warnings) is expected
+    )
 
 
 BREAKER = {"enabled": True, "spend_rate_threshold_per_minute": 3, "auto_reset_after_minutes": 5}
 RULES = limited(bucket(name="safe", keys=[VERIFIED]), bucket(name="open", keys=["credential"]))
 OPEN = limited(bucket(name="open", keys=["credential"]), identity="r")
-BOTH = limited(bucket(name="both", keys=["credential", "jwt:sub"]), identity="q", circuit_breaker=BREAKER)
+BOTH = limited(
+    bucket(name="both", keys=["credential", "jwt:sub"]), identity="q", circuit_breaker=BREAKER
+)
 PRESETS = [
-    json.loads(Path(find_preset(name)).read_text()) for name in ("agents", "sessions", "interactive", "agentic", "canary")
+    json.loads(Path(find_preset(name)).read_text())
+    for name in ("agents", "sessions", "interactive", "agentic", "canary")
 ]
 
 
@@ -64,21 +73,33 @@ PRESETS = [
     [
         (
             bundle(RULES, BOTH, OPEN),
-            ["/policies/0/spec/rules/1/limit_keys", "/policies/1/spec/circuit_breaker", "/policies/2/spec/rules/0/limit_keys"],
+            [
+                "/policies/0/spec/rules/1/limit_keys",
+                "/policies/1/spec/circuit_breaker",
+                "/policies/2/spec/rules/0/limit_keys",
+            ],
         ),
         *((preset, []) for preset in PRESETS),
     ],
 )
 def test_warns_about_public_ids_by_keys_of_each_rule(document: object, places: list[str]) -> None:
-    assert [each.pointer for each in check(document).warnings if "AWS access key id" in each.message] == places
+    assert [
+        each.pointer for each in check(document).warnings if "AWS access key id" in each.message
+    ] == places
 
 
 @pytest.mark.parametrize("order", [["credential", "jwt:sub"], ["jwt:sub", "credential"]])
 def test_notes_that_verified_claims_are_tried_first(order: list[str]) -> None:
-    found = check(bundle(policy("p", {"pathPrefix": "/v1/"}, limit_keys=[{"first_of": order, "name": "caller"}])))
+    found = check(
+        bundle(
+            policy("p", {"pathPrefix": "/v1/"}, limit_keys=[{"first_of": order, "name": "caller"}])
+        )
+    )
 
     told = [note.message for note in found.notes if "order of caller" in note.message]
-    assert ["so the order of caller is jwt:sub, credential" in each for each in told] == [True] * (order[0] == "credential")
+    assert ["so the order of caller is jwt:sub, credential" in each for each in told] == [True] * (
+        order[0] == "credential"
+    )
 
 
 KEYS = ["header:x-user-id"]
@@ -86,12 +107,21 @@ KEYS = ["header:x-user-id"]
 
 def canary(prefix: str, **more: Any) -> list[dict[str, Any]]:  # noqa: ANN401  # as above
     """A shadow policy beside two that enforce."""
-    live = [policy(name, {"pathPrefix": path}, limit_keys=KEYS) for name, path in (("live", "/v1"), ("other", "/v2"))]
+    live = [
+        policy(name, {"pathPrefix": path}, limit_keys=KEYS)
+        for name, path in (("live", "/v1"), ("other", "/v2"))
+    ]
     return [*live, policy("new", {"pathPrefix": prefix}, mode="shadow", limit_keys=KEYS, **more)]
 
 
-WHOLE = "/policies/0/spec/enforce_percent: a hash chooses whole callers: of 3 callers, it acts on none in {} of all cases"
-ALONE = '2.json) is in shadow mode, and `loopguard canary` compares it with no policy: "canary_of": "live" would'
+WHOLE = (
+    "/policies/0/spec/enforce_percent: a hash chooses whole callers: of 3 callers, it acts on "
+    "none in {} of all cases"
+)
+ALONE = (
+    "2.json) is in shadow mode, and `loopguard canary` compares it with no policy: "
+    '"canary_of": "live" would'
+)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +145,11 @@ ALONE = '2.json) is in shadow mode, and `loopguard canary` compares it with no p
     ],
 )
 def test_notes_small_shares_and_canaries_without_a_policy(
-    policies: list[dict[str, Any]], said: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policies: list[dict[str, Any]],
+    said: str,
+    hint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for number, each in enumerate(policies):
         written(tmp_path / f"{number}.json", bundle(each))
@@ -126,13 +160,17 @@ def test_notes_small_shares_and_canaries_without_a_policy(
     assert said in run.err
 
 
-def test_preset_canary_is_paired_with_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preset_canary_is_paired_with_the_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for preset in ("agents", "canary"):
         written(tmp_path / f"{preset}.json", Run(capsys, "init", "--preset", preset).out.encode())
 
     engine = Engine(load([str(tmp_path)], NOW), NOW)
 
-    assert [(pairing.live, pairing.candidate, pairing.percent) for pairing in engine.pairings] == [("agents", "canary", 0)]
+    assert [(pairing.live, pairing.candidate, pairing.percent) for pairing in engine.pairings] == [
+        ("agents", "canary", 0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +178,13 @@ def test_preset_canary_is_paired_with_the_default(tmp_path: Path, capsys: pytest
     [([str(number) for number in range(5_000)] * 2, 1_000, 1_000), (["ann"] * 9 + [None], 1, 0)],
     ids=["many", "one, and one without a name"],
 )
-def test_remembered_callers_of_a_share_are_bounded(users: list[str | None], inside: int, outside: int) -> None:
+def test_remembered_callers_of_a_share_are_bounded(
+    users: list[str | None], inside: int, outside: int
+) -> None:
     ramp = Ramp(50, compile_descriptors(KEYS), "p")
     for user in users:
-        ramp.find_place(HttpRequest("GET", "/", "", {} if user is None else {"x-user-id": user.encode()}))
+        ramp.find_place(
+            HttpRequest("GET", "/", "", {} if user is None else {"x-user-id": user.encode()})
+        )
 
     assert sorted((len(ramp.inside), len(ramp.outside))) == sorted((inside, outside))

@@ -105,12 +105,17 @@ def test_body_is_unpacked_up_to_the_limit(name: str) -> None:
     assert len(read_text(pack(b"x" * MEGABYTE), encoding, MEGABYTE)) == MEGABYTE
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize(
+    "encoding",
+    ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"],
+)
 def test_each_unicode_encoding_is_read(encoding: str) -> None:
     assert bytes(read_text(TEXT.encode(encoding), b"", MEGABYTE)) == DATA
 
 
-@given(st.binary(max_size=40), st.sampled_from([b"", b"gzip", b"deflate", b"br", b"zstd", b"gzip,br"]))
+@given(
+    st.binary(max_size=40), st.sampled_from([b"", b"gzip", b"deflate", b"br", b"zstd", b"gzip,br"])
+)
 def test_any_bytes_are_read_or_unreadable(body: bytes, encoding: bytes) -> None:
     with suppress(UnreadableError):
         read_text(body, encoding, 100)

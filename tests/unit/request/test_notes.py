@@ -32,7 +32,15 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.looping import encoded, looping
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, list_uncounted, make_service, metadata_of, repeat, sample
+from tests.support.service import (
+    decoded,
+    exchange,
+    list_uncounted,
+    make_service,
+    metadata_of,
+    repeat,
+    sample,
+)
 from tests.support.session_limits import limited
 from tests.support.steering import TURNS, ask, changed, last_text, steered, without_notes
 from tests.support.turn_writers import SHAPES, STYLES, Did, Writer, as_text
@@ -93,7 +101,10 @@ def test_note_is_recognised_with_any_escapes(written: str) -> None:
     note = json.dumps([framed("a/b <c> & d's \u00e9 \U0001f400", MARKS)])
 
     assert cut(note.replace("/", written)) == '[""]'
-    assert cut(note.replace("<", "\\u003c").replace("'", "\\u0027").replace("a", "\\u0061", 1)) != '[""]'  # in OPENING
+    assert (
+        cut(note.replace("<", "\\u003c").replace("'", "\\u0027").replace("a", "\\u0061", 1))
+        != '[""]'
+    )  # in OPENING
     assert cut(note.replace("<", "\\u003c").replace("'", "\\u0027")) == '[""]'
     assert cut(json.dumps(json.loads(note), ensure_ascii=False)) == '[""]'
     assert cut(note, None) == note  # without a conversation none is known
@@ -121,7 +132,8 @@ BLOCK = '{"type":"text","text":"'
         (f'{{"gateway_note_": "{NOTE}", "a": 1}}', '{"a": 1}'),
         (f'{{"a":1,"content":"{NOTE}"}}', '{"a":1}'),
         (f'{{"a":1,"other":"{NOTE}"}}', '{"a":1,"other":""}'),
-        # none reaches from one string into the next, and none is made by cutting another one out of it
+        # none reaches from one string into the next, and none is made by cutting another one out of
+        # it
         (f'["{OPENING}\\nDone.\\n", "{CLOSING}{MARKS.make(b"Done.")}{END}"]', None),
         (f'"{NOTE[:40]}{NOTE}{NOTE[40:]}"', f'"{NOTE}"'),
     ],
@@ -161,7 +173,11 @@ _MARK = MARKS.make(_TEXT.encode())
 )
 def test_text_with_another_mark_is_content(forged: str) -> None:
     """Forged, copied from another caller, conversation or installation, or of an older version."""
-    for data in (json.dumps([forged]), f'[{BLOCK}{json.dumps(forged)[1:-1]}"}}]', f'{{"gateway_note":{json.dumps(forged)}}}'):
+    for data in (
+        json.dumps([forged]),
+        f'[{BLOCK}{json.dumps(forged)[1:-1]}"}}]',
+        f'{{"gateway_note":{json.dumps(forged)}}}',
+    ):
         assert cut(data) == data
     assert not ends_with_note(forged.encode(), len(forged.encode()), MARKS)
 
@@ -175,11 +191,15 @@ def test_search_for_notes_is_bounded() -> None:
     assert left.count("") == 200
     assert left[-200:] == [""] * 200
     many = json.dumps(f"{OPENING}{'x' * 60_000}{CLOSING}0123456789abcdef{END}" * 9)
-    assert cut(f"[{json.dumps(framed('b', MARKS))}, {many}]").startswith(f"[{json.dumps(framed('b', MARKS))}")
+    assert cut(f"[{json.dumps(framed('b', MARKS))}, {many}]").startswith(
+        f"[{json.dumps(framed('b', MARKS))}"
+    )
 
 
 @given(
-    st.text() | st.text("\"'\\~[]:\n\r\t\0\x7f\x85\u2028\ud83d\U0001f400 a") | st.text("a\n\u201c\u201d\u271c\u201e\xe9\x80")
+    st.text()
+    | st.text("\"'\\~[]:\n\r\t\0\x7f\x85\u2028\ud83d\U0001f400 a")
+    | st.text("a\n\u201c\u201d\u271c\u201e\xe9\x80")
 )
 @example("x" * 100_000)
 @example(FORGED)
@@ -197,14 +217,45 @@ def test_no_text_ends_its_note(text: str) -> None:
     ("value", "words"),
     [
         *((write([Did((("f", {}),), ("a",))]), "Fix it.") for write in WRITERS.values()),
-        ({"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]}, ""),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "assistant", "content": "a"},
+                ]
+            },
+            "",
+        ),
         ({"messages": [{"role": "user", "content": ""}, {"role": "user", "content": "b"}]}, "b"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "a"}]}]}, "a"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]}, "ab"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url"}, {"type": "text", "text": "a"}],
+                    }
+                ]
+            },
+            "a",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
+                ]
+            },
+            "ab",
+        ),
         ({"messages": [{"role": "tool", "content": "r"}, {"role": "user", "content": None}]}, ""),
         ({"input": "a"}, "a"),
         ({"prompt": "a"}, "a"),
-        ({"messages": [{"role": "assistant", "content": "x"}] * 200 + [{"role": "user", "content": "late"}]}, ""),
+        (
+            {
+                "messages": [{"role": "assistant", "content": "x"}] * 200
+                + [{"role": "user", "content": "late"}]
+            },
+            "",
+        ),
     ],
 )
 def test_first_words_are_the_first_text_of_user(value: dict[str, Any], words: str) -> None:
@@ -221,12 +272,16 @@ def test_notes_do_not_change_the_first_words() -> None:
     assert without_notes(new) == sent
 
 
-_RESULTS = st.lists(st.text() | st.sampled_from([FORGED, OLD, f"x\n\n{FORGED}", ""]), min_size=1, max_size=3)
+_RESULTS = st.lists(
+    st.text() | st.sampled_from([FORGED, OLD, f"x\n\n{FORGED}", ""]), min_size=1, max_size=3
+)
 
 
 @settings(max_examples=EXAMPLES)
 @given(_RESULTS, st.sampled_from(sorted(WRITERS)), st.sampled_from(VARIANTS))
-def test_rewritten_body_has_the_same_notes(results: list[str], api: str, variant: dict[str, Any]) -> None:
+def test_rewritten_body_has_the_same_notes(
+    results: list[str], api: str, variant: dict[str, Any]
+) -> None:
     """Without its notes, the body is what was sent, as that serializer writes it."""
     calls = tuple((f"f{number}", {"a": 1}) for number, _ in enumerate(results))
     value = WRITERS[api]([Did(calls, tuple(results))] * 3)
@@ -246,10 +301,14 @@ _MUTATIONS: dict[str, Callable[[str, int, int], str]] = {
     "flipped": _flip,
     "cut short": lambda note, place, _: note[: place % len(note)],
     "begun late": lambda note, place, _: note[1 + place % (len(note) - 1) :],
-    "longer": lambda note, place, bit: note[: place % len(note)] + chr(97 + bit) + note[place % len(note) :],
+    "longer": lambda note, place, bit: (
+        note[: place % len(note)] + chr(97 + bit) + note[place % len(note) :]
+    ),
     "nested": lambda note, place, _: note[: 60 + place % 10] + FORGED + note[60 + place % 10 :],
     "another mark": lambda note, place, _: re.sub("[0-9a-f]{16}", f"{place:016x}", note),
-    "another caller's": lambda _, place, __: framed("x", Marks(KEY, [str(place)], hash_words("Fix it."))),
+    "another caller's": lambda _, place, __: framed(
+        "x", Marks(KEY, [str(place)], hash_words("Fix it."))
+    ),
     "forged": lambda *_: FORGED,
     "old": lambda *_: OLD,
 }
@@ -281,7 +340,10 @@ def test_damaged_note_is_content_and_hides_nothing(
 
     assert without_notes(sent) == sent
     assert without_notes(changed) == sent
-    assert json.dumps(json.loads(changed)).count(OPENING) == json.dumps(json.loads(sent)).count(OPENING) + 1
+    assert (
+        json.dumps(json.loads(changed)).count(OPENING)
+        == json.dumps(json.loads(sent)).count(OPENING) + 1
+    )
 
 
 def judge(
@@ -292,7 +354,10 @@ def judge(
 ) -> list[dict[str, Any]]:
     service = make_service(*policies, record=True)
     service.key = key
-    return [metadata_of(decoded(exchange(service, headers(CHAT, **more), body(data))[-1])) for data in bodies]
+    return [
+        metadata_of(decoded(exchange(service, headers(CHAT, **more), body(data))[-1]))
+        for data in bodies
+    ]
 
 
 def compare(policies: Sequence[Mapping[str, Any]], *bodies: bytes, **more: Any) -> list[str]:  # noqa: ANN401  # as above
@@ -300,7 +365,9 @@ def compare(policies: Sequence[Mapping[str, Any]], *bodies: bytes, **more: Any) 
 
 
 @pytest.mark.parametrize("similarity", ["canonical", "tail", "tool_calls", "turns"])
-@pytest.mark.parametrize("frame", [f"{OPENING}\n%s\n{CLOSING}0123456789abcdef{END}", f"{OPENING}\n%s\n~loopguard~]"])
+@pytest.mark.parametrize(
+    "frame", [f"{OPENING}\n%s\n{CLOSING}0123456789abcdef{END}", f"{OPENING}\n%s\n~loopguard~]"]
+)
 def test_progress_within_forged_marks_is_progress(similarity: str, frame: str) -> None:
     more: dict[str, Any] = {"compare_results": True} if similarity == "tool_calls" else {}
     bodies = [looping(3, result=frame % f"page {number} of 9") for number in (1, 2, 1)]
@@ -316,7 +383,9 @@ def test_copied_note_is_content_elsewhere() -> None:
     service = make_service(policy("p", ANY, limit_keys=["header:x-a"], **TURNS))
 
     def send(data: bytes, caller: str = "ann") -> str:
-        return last_text(steered(decoded(exchange(service, headers(CHAT, x_a=caller), body(data))[-1])))
+        return last_text(
+            steered(decoded(exchange(service, headers(CHAT, x_a=caller), body(data))[-1]))
+        )
 
     copied = send(looping(3)).removeprefix("no such file\n\n")
     copy = looping(3, result=f"x\n\n{copied}")
@@ -327,7 +396,10 @@ def test_copied_note_is_content_elsewhere() -> None:
 
 def test_copied_note_hides_only_itself() -> None:
     note = last_text(json.loads(changed_by(looping(3)))).removeprefix("no such file\n\n")
-    bodies = [looping(3, result=text) for text in ("page 1 of 9", f"page {note}1 of 9", f"page {note}2 of 9")]
+    bodies = [
+        looping(3, result=text)
+        for text in ("page 1 of 9", f"page {note}1 of 9", f"page {note}2 of 9")
+    ]
 
     plain, copied, other = compare([policy("q", ANY, similarity="turns")], *bodies)
 
@@ -341,7 +413,9 @@ def test_second_loopguard_recognises_notes_of_callers(keys: list[str]) -> None:
     first = make_service(policy("p", ANY, limit_keys=keys, **TURNS))
     noted = changed(decoded(exchange(first, headers(CHAT, x_a="ann"), body(sent))[-1]))
 
-    plain, second = judge([policy("q", ANY, limit_keys=keys, similarity="turns")], sent, noted, x_a="ann")
+    plain, second = judge(
+        [policy("q", ANY, limit_keys=keys, similarity="turns")], sent, noted, x_a="ann"
+    )
 
     assert len(noted) > len(sent)
     assert plain["action"] == second["action"] == "reject"
@@ -349,9 +423,14 @@ def test_second_loopguard_recognises_notes_of_callers(keys: list[str]) -> None:
 
 
 def test_notes_of_every_enforcing_policy_are_recognised() -> None:
-    counting: dict[str, Any] = {"similarity": "canonical", "action": "warn", "threshold_identical_requests": 2}
+    counting: dict[str, Any] = {
+        "similarity": "canonical",
+        "action": "warn",
+        "threshold_identical_requests": 2,
+    }
     service = make_service(
-        policy("org", ANY, limit_keys=["header:x-org"], **counting), policy("user", ANY, limit_keys=["header:x-a"], **TURNS)
+        policy("org", ANY, limit_keys=["header:x-org"], **counting),
+        policy("user", ANY, limit_keys=["header:x-a"], **TURNS),
     )
     sent = headers(CHAT, x_a="ann", x_org="o")
     noted = changed(decoded(exchange(service, sent, body(looping(3)))[-1]))
@@ -384,7 +463,9 @@ def test_note_of_another_key_is_content() -> None:
 
 def test_unreadable_conversation_has_no_notes() -> None:
     noted, plain = compare(
-        [policy("q", ANY, similarity="canonical")], encoded({"text": framed("b", MARKS)}), encoded({"text": ""})
+        [policy("q", ANY, similarity="canonical")],
+        encoded({"text": framed("b", MARKS)}),
+        encoded({"text": ""}),
     )
 
     assert noted != plain
@@ -409,11 +490,16 @@ def test_unreadable_conversation_has_no_notes() -> None:
 )
 @pytest.mark.parametrize("note", [FORGED, framed("b", MARKS)])
 def test_unreadable_body_with_note_gets_a_verdict(data: bytes, note: str) -> None:
-    service = make_service(policy("q", ANY, similarity="canonical"), policy("t", ANY, similarity="turns"))
+    service = make_service(
+        policy("q", ANY, similarity="canonical"), policy("t", ANY, similarity="turns")
+    )
 
     exchange(service, headers(CHAT), body(data % json.dumps(note)[1:-1].encode()))
 
-    counted = sum(sample(service, "requests_total", policy=name, mode="enforce", action="allow") for name in "qt")
+    counted = sum(
+        sample(service, "requests_total", policy=name, mode="enforce", action="allow")
+        for name in "qt"
+    )
     assert counted + sum(list_uncounted(service).values()) == 2
     assert sample(service, "fail_open_total", reason="internal_error") == 0
 
@@ -463,7 +549,10 @@ OWN_NOTE = {"action": "steer", "steer_note": "{what} {tools} {instead}"}
 def test_tool_name_is_quoted_wherever_a_model_reads_it(made: dict[str, Any], sent: bytes) -> None:
     service = make_service(made)
 
-    answer = [decoded(exchange(service, headers(CHAT, x_team="t", x_session_id="s"), body(sent))[-1]) for _ in range(3)][-1]
+    answer = [
+        decoded(exchange(service, headers(CHAT, x_team="t", x_session_id="s"), body(sent))[-1])
+        for _ in range(3)
+    ][-1]
 
     if noted := changed(answer):
         said = last_text(json.loads(noted)).partition(OPENING)[2].rpartition(CLOSING)[0].strip()
@@ -484,7 +573,13 @@ def test_path_in_a_refusal_is_quoted() -> None:
 
 
 @pytest.mark.parametrize(
-    "taken", [{"a": 1}, {"gateway_note": "x"}, {"gateway_note": {"a": 1}}, {"gateway_note": 1, "gateway_note_": 2}]
+    "taken",
+    [
+        {"a": 1},
+        {"gateway_note": "x"},
+        {"gateway_note": {"a": 1}},
+        {"gateway_note": 1, "gateway_note_": 2},
+    ],
 )
 def test_member_named_like_a_note_keeps_no_note_away(taken: dict[str, Any]) -> None:
     """The member exists already: the note follows its text or gets another name."""
@@ -498,6 +593,8 @@ def test_member_named_like_a_note_keeps_no_note_away(taken: dict[str, Any]) -> N
 
     response = json.loads(new)["contents"][-1]["parts"][0]["functionResponse"]["response"]
     assert json.dumps(response).count(OPENING) == 1
-    assert all(new.count(b'"%b":' % key.encode()) == sent.count(b'"%b":' % key.encode()) for key in taken)
+    assert all(
+        new.count(b'"%b":' % key.encode()) == sent.count(b'"%b":' % key.encode()) for key in taken
+    )
     assert without_notes(new) == sent
     assert changed_by(new) == new

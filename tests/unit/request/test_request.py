@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.request.http import MAX_TOKEN, HttpRequest, StatedFacts, compile_descriptors, decode_claims, write_claim
+from extproc.request.http import (
+    MAX_TOKEN,
+    HttpRequest,
+    StatedFacts,
+    compile_descriptors,
+    decode_claims,
+    write_claim,
+)
 
 REQUEST = HttpRequest(
     "POST",
@@ -88,7 +95,14 @@ def bearer(payload: bytes, scheme: str = "Bearer") -> str:
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
 def test_unverified_token_is_decoded(scheme: str) -> None:
     """The scheme is case-insensitive; claims that are empty or not scalar are left out."""
-    claims = {"org_id": "\u00e9\u00ff?>", "n": 7, "admin": True, "aud": ["a"], "none": None, "empty": ""}
+    claims = {
+        "org_id": "\u00e9\u00ff?>",
+        "n": 7,
+        "admin": True,
+        "aud": ["a"],
+        "none": None,
+        "empty": "",
+    }
 
     found = decode_claims(bearer(json.dumps(claims).encode(), scheme))
 
@@ -124,7 +138,13 @@ JSON = st.recursive(
 )
 
 
-@given(st.one_of(st.text(), st.binary().map(bearer), JSON.map(lambda value: bearer(json.dumps(value).encode()))))
+@given(
+    st.one_of(
+        st.text(),
+        st.binary().map(bearer),
+        JSON.map(lambda value: bearer(json.dumps(value).encode())),
+    )
+)
 def test_claims_of_any_token_can_be_encoded(authorization: str) -> None:
     found = decode_claims(authorization)
 
@@ -132,7 +152,9 @@ def test_claims_of_any_token_can_be_encoded(authorization: str) -> None:
 
 
 def test_surrogates_in_tokens_stay_different() -> None:
-    found = [decode_claims(bearer(rf'{{"a": "\u{code}"}}'.encode()))["a"] for code in ("d800", "dfff")]
+    found = [
+        decode_claims(bearer(rf'{{"a": "\u{code}"}}'.encode()))["a"] for code in ("d800", "dfff")
+    ]
 
     assert len({text.encode("utf-8", "surrogateescape") for text in found}) == 2
 

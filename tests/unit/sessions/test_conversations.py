@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from extproc.engine.orders import KILL, Target
 from extproc.sessions.rates import Usage
-from tests.support.conversations import HABITS, ORDERS, Run, interleave, judge, make_best_of, make_runs
+from tests.support.conversations import (
+    HABITS,
+    ORDERS,
+    Run,
+    interleave,
+    judge,
+    make_best_of,
+    make_runs,
+)
 from tests.support.examples import examples
 from tests.support.orders import apply_orders, order
 from tests.support.service import make_service, sample
@@ -40,7 +48,12 @@ DONE, OTHER = do(*range(40)), do("x", *range(9))
 TWINS = do(1, 2, 3, 4), do("x", 2, 3, 4)
 
 
-def after(*turns: int, done: Sequence[Did] = DONE, writer: Any = as_chat, window: int = 0) -> list[bytes]:  # noqa: ANN401  # of turn_writers
+def after(
+    *turns: int,
+    done: Sequence[Did] = DONE,
+    writer: Any = as_chat,  # noqa: ANN401  # of turn_writers
+    window: int = 0,
+) -> list[bytes]:
     shown = [done[:at] for at in turns]
     return [write(each[-window:] if window else each, writer) for each in shown]
 
@@ -70,8 +83,16 @@ SHOWN: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
     "an unknown history of all steps": ({"max_steps": 6}, after(6), [429]),
     "an unknown history of all calls but one": ({"max_tool_calls": 6}, after(5), [200]),
     "an unknown history of all calls": ({"max_tool_calls": 6}, after(6), [429]),
-    "turns that were not seen count as soon as they are shown": ({"max_steps": 6}, after(0, 1, 4, 5, 6), [200] * 4 + [429]),
-    "retries are no steps": ({"max_steps": 3}, after(0, 1, 1, 1, 1, 2, 2, 3, 3), [200] * 7 + [429] * 2),
+    "turns that were not seen count as soon as they are shown": (
+        {"max_steps": 6},
+        after(0, 1, 4, 5, 6),
+        [200] * 4 + [429],
+    ),
+    "retries are no steps": (
+        {"max_steps": 3},
+        after(0, 1, 1, 1, 1, 2, 2, 3, 3),
+        [200] * 7 + [429] * 2,
+    ),
     "conversations in a named session count together": (
         {"max_steps": 4},
         [(write(run[:at]), {"session": "s"}) for at in range(4) for run in TWINS],
@@ -141,7 +162,10 @@ FORKS = 12
 
 
 def fork(steps: int, *, task: int = 0, said: str = "", result: str = "") -> list[Did]:
-    done = [Did((("run", {"task": task, "step": step}),), (f"did {step}",), number=step) for step in range(1, steps + 1)]
+    done = [
+        Did((("run", {"task": task, "step": step}),), (f"did {step}",), number=step)
+        for step in range(1, steps + 1)
+    ]
     if not done:
         return []
     return [*done[:-1], done[-1]._replace(user=said, results=(result or f"did {steps}",))]
@@ -152,7 +176,10 @@ def write_question(words: str, ends_in: str) -> list[Did]:
 
 
 def carry_on(done: Sequence[Did], way: object, steps: int) -> list[Did]:
-    more = [Did((("run", {"way": str(way), "step": step}),), (f"did {step}",), number=100 + step) for step in range(steps)]
+    more = [
+        Did((("run", {"way": str(way), "step": step}),), (f"did {step}",), number=100 + step)
+        for step in range(steps)
+    ]
     return [*done, *more]
 
 
@@ -174,7 +201,11 @@ FORKED: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
     **{
         f"each fork has its own limit, which its history uses, {writer.__name__}": (
             {"max_steps": 5},
-            [write(carry_on(fork(2, said=f"Way {way}."), way, step), writer) for way in range(FORKS) for step in range(4)],
+            [
+                write(carry_on(fork(2, said=f"Way {way}."), way, step), writer)
+                for way in range(FORKS)
+                for step in range(4)
+            ],
             [200, 200, 200, 429] * FORKS,
         )
         for writer in WRITERS
@@ -182,7 +213,11 @@ FORKED: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
     **{
         f"a fork that is sent again is a retry, {name}": (
             {"max_steps": 4},
-            [write(fork(0)), write(fork(1)), *(write(fork(2, said=said)) for said in ("", "Another way.", *again))],
+            [
+                write(fork(0)),
+                write(fork(1)),
+                *(write(fork(2, said=said)) for said in ("", "Another way.", *again)),
+            ],
             [200] * 12 + [429],
         )
         for name, again in RETRIES.items()
@@ -196,7 +231,11 @@ FORKED: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         {"max_steps": 4},
         [
             write([]),
-            *(data for step in range(1, 4) for data in (json.dumps(ASIDE[step - 1]).encode(), write(fork(step)))),
+            *(
+                data
+                for step in range(1, 4)
+                for data in (json.dumps(ASIDE[step - 1]).encode(), write(fork(step)))
+            ),
             write(fork(4)),
         ],
         [200] * 7 + [429],
@@ -204,7 +243,9 @@ FORKED: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize(("limits", "requests", "expected"), (SHOWN | FORKED).values(), ids=SHOWN | FORKED)
+@pytest.mark.parametrize(
+    ("limits", "requests", "expected"), (SHOWN | FORKED).values(), ids=SHOWN | FORKED
+)
 def test_unnamed_conversations_have_separate_limits(
     limits: dict[str, Any], requests: Sequence[Request], expected: list[int]
 ) -> None:
@@ -217,7 +258,9 @@ def test_unnamed_conversations_have_separate_limits(
 MOST = 5
 
 
-def list_wrong(runs: list[Run], order: str, random: Random, limit: str) -> list[tuple[int, int, bool]]:
+def list_wrong(
+    runs: list[Run], order: str, random: Random, limit: str
+) -> list[tuple[int, int, bool]]:
     """The requests that were wrongly refused or passed: the run, its turns, and whether it was refused."""
     limits: dict[str, Any] = {limit: MOST}
     service = make_service(limited(**limits))
@@ -237,20 +280,33 @@ def list_wrong(runs: list[Run], order: str, random: Random, limit: str) -> list[
 
 @pytest.mark.deep
 @pytest.mark.parametrize("limit", ["max_steps", "max_tool_calls"])
-@pytest.mark.parametrize("habit", ["whole", "whole, retries", "newest 2 results kept", "last 5 turns, no opening, retries"])
+@pytest.mark.parametrize(
+    "habit",
+    ["whole", "whole, retries", "newest 2 results kept", "last 5 turns, no opening, retries"],
+)
 def test_limits_of_interleaved_conversations_are_exact(habit: str, limit: str) -> None:
-    silent = [] if HABITS[habit].turns else ["gemini", "ollama"]  # windows of agents that say nothing are all alike in a loop
+    silent = (
+        [] if HABITS[habit].turns else ["gemini", "ollama"]
+    )  # windows of agents that say nothing are all alike in a loop
     for number, api in enumerate(["chat", "responses", "anthropic", "bedrock", *silent]):
         random = Random(f"{habit}{api}")
-        assert list_wrong(make_runs(api, HABITS[habit], random), ORDERS[number % 3], random, limit) == []
+        assert (
+            list_wrong(make_runs(api, HABITS[habit], random), ORDERS[number % 3], random, limit)
+            == []
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("habit", ["2 kept, retries, ids anew, cut", pytest.param("whole, retries", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "habit",
+    ["2 kept, retries, ids anew, cut", pytest.param("whole, retries", marks=pytest.mark.deep)],
+)
 def test_retries_of_equal_runs_are_no_steps(habit: str) -> None:
     wrong = []
     for seed in range(12):
         random = Random(seed)
-        wrong += list_wrong(make_best_of(4, "chat", HABITS[habit], random), ORDERS[seed % 3], random, "max_steps")
+        wrong += list_wrong(
+            make_best_of(4, "chat", HABITS[habit], random), ORDERS[seed % 3], random, "max_steps"
+        )
 
     assert len(wrong) <= 1

@@ -21,7 +21,15 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.orders import apply_orders, order
-from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, receive, sample
+from tests.support.service import (
+    decoded,
+    exchange,
+    headers_of,
+    make_service,
+    metadata_of,
+    receive,
+    sample,
+)
 from tests.support.session_limits import (
     TOOL,
     Request,
@@ -52,12 +60,22 @@ PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}  # a dollar for each t
     ],
     ids=["neither", "the limits' own", "a detector's", "the limits' own comes first"],
 )
-def test_max_inspect_bytes_bounds_the_history_that_is_read(own: dict[str, Any], detector: dict[str, Any], counted: int) -> None:
+def test_max_inspect_bytes_bounds_the_history_that_is_read(
+    own: dict[str, Any], detector: dict[str, Any], counted: int
+) -> None:
     document = limited(max_tool_calls=100, **own)
     if detector:
-        loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 99, **detector}
+        loop = {
+            "enabled": True,
+            "window_seconds": 60,
+            "threshold_identical_requests": 99,
+            **detector,
+        }
         document["spec"]["loop_detection"] = loop
-    done = [Did((("run", {"step": at, "text": "x" * 30_000}),), ("y" * 30_000,), number=at) for at in range(1, 41)]
+    done = [
+        Did((("run", {"step": at, "text": "x" * 30_000}),), ("y" * 30_000,), number=at)
+        for at in range(1, 41)
+    ]
     service = make_service(document)
 
     ask(service, json.dumps({**as_chat(done), "tools": [TOOL]}).encode())
@@ -71,7 +89,11 @@ def named(*bodies: bytes, session: str = "s", **more: str) -> list[Request]:
 
 def with_loop(**limits: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of session_limits
     document = limited(**limits)
-    document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+    document["spec"]["loop_detection"] = {
+        "enabled": True,
+        "window_seconds": 60,
+        "threshold_identical_requests": 2,
+    }
     return document
 
 
@@ -88,7 +110,11 @@ FINISH = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
 CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
     "the request behind the last step is refused, but no retry": (
         limited(max_steps=3),
-        [*named(*TURNS[:5], TURNS[2], TURNS[3]), *named(TURNS[9], session="b"), *named(TURNS[9], team="other")],
+        [
+            *named(*TURNS[:5], TURNS[2], TURNS[3]),
+            *named(TURNS[9], session="b"),
+            *named(TURNS[9], team="other"),
+        ],
         [200, 200, 200, 429, 429, 200, 429, 200, 200],
         "",
     ),
@@ -98,9 +124,24 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
         [200, 200],
         "not_json",
     ),
-    "it is refused where the policy says so": (strict(max_tool_calls=2), named(HIDDEN, b"name=ann"), [400, 200], "not_json"),
-    "what nothing tells apart": (limited(max_steps=1), [kept(n) for n in range(3)], [200] * 3, "unnamed"),
-    "what nothing tells apart is refused where the policy says so": (strict(max_steps=1), [kept(1)], [400], "unnamed"),
+    "it is refused where the policy says so": (
+        strict(max_tool_calls=2),
+        named(HIDDEN, b"name=ann"),
+        [400, 200],
+        "not_json",
+    ),
+    "what nothing tells apart": (
+        limited(max_steps=1),
+        [kept(n) for n in range(3)],
+        [200] * 3,
+        "unnamed",
+    ),
+    "what nothing tells apart is refused where the policy says so": (
+        strict(max_steps=1),
+        [kept(1)],
+        [400],
+        "unnamed",
+    ),
     "a request that a detector refuses is no step": (
         with_loop(max_steps=3, circuit_breaker={"consecutive_blocks": 2}),
         [*named(TURNS[1], *TURNS[1:5]), *named(TURNS[1], session="b")],
@@ -129,7 +170,10 @@ def test_only_requests_sent_upstream_are_steps(
     service = make_service(document)
 
     assert nameless(service, requests) == expected
-    uncounted = {why: sample(service, "uncounted_total", policy="agents", reason=why) for why in ("not_json", "unnamed")}
+    uncounted = {
+        why: sample(service, "uncounted_total", policy="agents", reason=why)
+        for why in ("not_json", "unnamed")
+    }
     assert [why for why, number in uncounted.items() if number] == [reason] * (reason in uncounted)
 
 
@@ -144,11 +188,18 @@ def test_shadow_session_beside_bodiless_policy_is_reported() -> None:
 
 def test_model_in_path_may_be_invalid_utf8() -> None:
     service = make_service(limited(max_steps=1))
-    named = headers("/v1beta/models/MM:generateContent", x_team="t", x_session_id="s").SerializeToString()
+    named = headers(
+        "/v1beta/models/MM:generateContent", x_team="t", x_session_id="s"
+    ).SerializeToString()
     stream = Stream(service)
     stream.receive(named.replace(b"MM", b"\xe9\xe8"))
 
-    answer = decoded(receive(stream, body(json.dumps({"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}).encode())))
+    answer = decoded(
+        receive(
+            stream,
+            body(json.dumps({"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}).encode()),
+        )
+    )
     stream.close()
 
     assert json.loads(metadata_of(answer)["sessions"])[0]["model"] == r"\udce9\udce8"
@@ -160,7 +211,10 @@ def test_refusal_names_the_limit_and_its_use() -> None:
 
     refused = [ask(service, turns(number)) for number in (1, 2)][-1]
 
-    assert (limit_of(refused), told(refused)["error"]) == (("max_steps", 1, 1), "session_limit_exceeded")
+    assert (limit_of(refused), told(refused)["error"]) == (
+        ("max_steps", 1, 1),
+        "session_limit_exceeded",
+    )
     assert headers_of(refused) == {
         "content-type": "application/json",
         "x-should-retry": "false",
@@ -189,7 +243,9 @@ def test_refusal_names_the_limit_and_its_use() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_client_that_leaves_while_delayed_uses_nothing(waits: bool) -> None:
     limits = limited(max_steps=5, max_cost_per_session=1.0, unknown_model={"input": 2, "output": 8})
-    held = policy("held", ANY, action="throttle", threshold_identical_requests=2, limit_keys=["header:x-team"])
+    held = policy(
+        "held", ANY, action="throttle", threshold_identical_requests=2, limit_keys=["header:x-team"]
+    )
     service = make_service(limits, held)
     ask(service, turns(1))
     once = service.reporter.sessions.copy()[0].standing.reserved
@@ -203,7 +259,11 @@ def test_client_that_leaves_while_delayed_uses_nothing(waits: bool) -> None:
     (run,) = service.reporter.sessions.copy()
     standing = run.standing
     assert standing.reserved == (2 * once if waits else once) > 0
-    assert (standing.steps, standing.blocks, standing.consecutive_blocks) == (1, 0, 0)  # the same again is a retry
+    assert (standing.steps, standing.blocks, standing.consecutive_blocks) == (
+        1,
+        0,
+        0,
+    )  # the same again is a retry
     assert service.holds.held == 0
 
 
@@ -212,7 +272,11 @@ def test_refusals_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) 
     for number in range(1, 10):
         ask(service, turns(number))
 
-    lines = [vars(record)["fields"] for record in caplog.records if record.message == "session limit reached"]
+    lines = [
+        vars(record)["fields"]
+        for record in caplog.records
+        if record.message == "session limit reached"
+    ]
     session = service.reporter.sessions.copy()[0]
     assert len(lines) == 4
     assert lines[0] == {
@@ -229,14 +293,23 @@ def test_refusals_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize(
     ("limits", "record"),
-    [({"max_steps": 1}, False), ({"max_steps": 9, "escalate": {"warn": {"max_steps": 2}}}, False), ({"max_steps": 9}, True)],
+    [
+        ({"max_steps": 1}, False),
+        ({"max_steps": 9, "escalate": {"warn": {"max_steps": 2}}}, False),
+        ({"max_steps": 9}, True),
+    ],
     ids=["refused", "warned", "recorded"],
 )
 def test_fingerprint_equals_that_of_a_detector(limits: dict[str, Any], record: bool) -> None:
-    service, detector = make_service(limited(**limits), record=record), policy("p", ANY, limit_keys=["header:x-team"])
+    service, detector = (
+        make_service(limited(**limits), record=record),
+        policy("p", ANY, limit_keys=["header:x-team"]),
+    )
     send(service, [turns(0)])
 
-    found, expected = [metadata_of(ask(one, turns(2))) for one in (service, make_service(detector, record=True))]
+    found, expected = [
+        metadata_of(ask(one, turns(2))) for one in (service, make_service(detector, record=True))
+    ]
 
     assert found["fingerprint"] == expected["fingerprint"]
 
@@ -260,7 +333,9 @@ def test_status_402_has_the_code_of_exhausted_quota() -> None:
 def test_guessed_call_ids_settle_nothing() -> None:
     service = make_service(limited(max_cost_per_session=100, prices=PRICES))
     large = json.dumps({"prompt": "x" * 500}).encode()
-    victim, attacker = (ask(service, data, team=team) for data, team in ((large, "victim"), (b"{}", "attacker")))
+    victim, attacker = (
+        ask(service, data, team=team) for data, team in ((large, "victim"), (b"{}", "attacker"))
+    )
     own = bytes.fromhex(json.loads(metadata_of(attacker)["sessions"])[0]["call"])
 
     ends: tuple[Literal["little"], Literal["big"]] = ("little", "big")
@@ -287,7 +362,9 @@ def test_malformed_call_id_settles_nothing(call: object) -> None:
 @pytest.mark.parametrize("similarity", ["exact", "turns"])
 def test_each_policy_uses_its_own_session_keys(similarity: str) -> None:
     keys = {"first": "header:x-run", "second": "header:x-session-id", "third": "body:/run"}
-    policies = [policy(name, ANY, similarity=similarity, limit_keys=["header:x-team"]) for name in keys]
+    policies = [
+        policy(name, ANY, similarity=similarity, limit_keys=["header:x-team"]) for name in keys
+    ]
     for made, key in zip(policies, keys.values(), strict=True):
         made["spec"] |= {"session": {"keys": [key]}, "session_limits": {"max_steps": 9}}
     service = make_service(*policies)
@@ -295,7 +372,10 @@ def test_each_policy_uses_its_own_session_keys(similarity: str) -> None:
     ask(service, turns(1, run="c"), session="b", x_run="a")
 
     named = {run.name.policy: run.name.session for run in service.reporter.sessions.copy()}
-    assert named == {name: hash_session(key, value) for (name, key), value in zip(keys.items(), "abc", strict=True)}
+    assert named == {
+        name: hash_session(key, value)
+        for (name, key), value in zip(keys.items(), "abc", strict=True)
+    }
 
 
 def test_session_belongs_to_the_tenant_of_its_policy() -> None:
@@ -303,7 +383,9 @@ def test_session_belongs_to_the_tenant_of_its_policy() -> None:
 
     ask(service, turns(1), team="t", x_user="u")
 
-    assert [run.name.tenant for run in service.reporter.sessions.copy()] == [hash_tenant("x-team=t")]
+    assert [run.name.tenant for run in service.reporter.sessions.copy()] == [
+        hash_tenant("x-team=t")
+    ]
 
 
 def test_new_session_per_request_is_never_refused() -> None:
@@ -312,31 +394,49 @@ def test_new_session_per_request_is_never_refused() -> None:
     assert [send(service, [turns(1)], session=f"s{number}") for number in range(40)] == [[200]] * 40
     assert sample(service, "session_overflow_total", policy="agents") == 37
     assert send(service, [turns(2), turns(3)], session="s39") == [200, 429]
-    (row,) = [row for row in service.reporter.coverage.make_document(shows_callers=False).rows if row.reason == CROWDED]
+    (row,) = [
+        row
+        for row in service.reporter.coverage.make_document(shows_callers=False).rows
+        if row.reason == CROWDED
+    ]
     assert row.total == 37
 
 
 def test_shadow_limits_only_report() -> None:
-    service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="finish"))
+    service = make_service(
+        limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="finish")
+    )
 
     answers = [ask(service, turns(number)) for number in range(1, 4)]
 
     assert [status(answer) for answer in answers] == [200] * 3
     assert not any(answer.request_body.response.HasField("body_mutation") for answer in answers)
     assert metadata_of(answers[2])["shadow_action"] == "reject"
-    assert sample(service, "session_limits_total", policy="agents", mode="shadow", limit="max_steps", action="reject") == 2
+    assert (
+        sample(
+            service,
+            "session_limits_total",
+            policy="agents",
+            mode="shadow",
+            limit="max_steps",
+            action="reject",
+        )
+        == 2
+    )
 
 
 def test_escalation_warns_then_steers_before_refusing() -> None:
-    service = make_service(limited(max_steps=4, escalate={"warn": {"max_steps": 2}, "steer": {"max_steps": 3}}))
+    service = make_service(
+        limited(max_steps=4, escalate={"warn": {"max_steps": 2}, "steer": {"max_steps": 3}})
+    )
 
     answers = [ask(service, turns(number)) for number in range(1, 6)]
 
     assert [status(answer) for answer in answers] == [200, 200, 200, 200, 429]
     warned, steered = answers[1].request_body.response, answers[2].request_body.response
-    assert [(item.header.key, item.header.raw_value) for item in warned.header_mutation.set_headers] == [
-        ("X-Fairvisor-Warning", b"session_warn")
-    ]
+    assert [
+        (item.header.key, item.header.raw_value) for item in warned.header_mutation.set_headers
+    ] == [("X-Fairvisor-Warning", b"session_warn")]
     assert "1 of this session's 4 steps are left" in steered.body_mutation.body.decode()
     assert metadata_of(answers[2])["warning"] == "session_steer"
 
@@ -344,7 +444,10 @@ def test_escalation_warns_then_steers_before_refusing() -> None:
 def test_request_without_body_phase_is_a_step() -> None:
     service = make_service(limited(max_steps=2))
 
-    answers = [decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0]) for _ in range(3)]
+    answers = [
+        decoded(exchange(service, headers("/", x_team="t", x_session_id="c", mode="NONE"))[0])
+        for _ in range(3)
+    ]
 
     assert [status(answer) for answer in answers] == [200, 200, 429]
 
@@ -366,12 +469,19 @@ def test_finish_forbids_tools_for_a_last_answer() -> None:
     assert {key: last[key] for key in ("model", "messages")} == {
         key: json.loads(turns(2))[key] for key in ("model", "messages")
     }
-    assert [item.header.key for item in answers[1].request_body.response.header_mutation.set_headers] == [
+    assert [
+        item.header.key for item in answers[1].request_body.response.header_mutation.set_headers
+    ] == [
         "x-loopguard-narrowed",
         "content-length",
     ]
     assert told(ask(service, turns(3)))["limit"] == "max_tool_calls"
-    narrowed = {"policy": "agents", "mode": "enforce", "limit": "max_tool_calls", "action": "narrow"}
+    narrowed = {
+        "policy": "agents",
+        "mode": "enforce",
+        "limit": "max_tool_calls",
+        "action": "narrow",
+    }
     assert sample(service, "session_limits_total", **narrowed) == 2
 
 
@@ -380,8 +490,14 @@ def test_request_that_cannot_be_narrowed_is_refused() -> None:
     bedrock = {
         "messages": [
             {"role": "user", "content": [{"text": "Fix it."}]},
-            {"role": "assistant", "content": [{"toolUse": {"toolUseId": "1", "name": "run", "input": {}}}]},
-            {"role": "user", "content": [{"toolResult": {"toolUseId": "1", "content": [{"text": "ok"}]}}]},
+            {
+                "role": "assistant",
+                "content": [{"toolUse": {"toolUseId": "1", "name": "run", "input": {}}}],
+            },
+            {
+                "role": "user",
+                "content": [{"toolResult": {"toolUseId": "1", "content": [{"text": "ok"}]}}],
+            },
         ],
         "toolConfig": {"tools": [{"toolSpec": {"name": "run", "inputSchema": {"json": {}}}}]},
     }
@@ -394,7 +510,12 @@ def test_request_that_cannot_be_narrowed_is_refused() -> None:
     assert sample(service, "unnarrowed_total", policy="agents", reason="no_choice") == 1
     assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 1
     assert sample(service, "requests_total", policy="agents", mode="enforce", action="allow") == 0
-    narrowed = {"policy": "agents", "mode": "enforce", "limit": "max_tool_calls", "action": "narrow"}
+    narrowed = {
+        "policy": "agents",
+        "mode": "enforce",
+        "limit": "max_tool_calls",
+        "action": "narrow",
+    }
     assert sample(service, "session_limits_total", **narrowed) == 0
 
 
@@ -413,11 +534,29 @@ def test_narrowed_request_may_also_get_a_note() -> None:
     assert "2 of this session's 3 steps are left" in json.dumps(sent_on["messages"])
 
 
-def test_explain_lists_the_keys_of_a_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_lists_the_keys_of_a_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "policy.json"
-    file.write_text(json.dumps(limited(max_steps=1, session={"keys": ["header:x-run", "body:/run"]})))
+    file.write_text(
+        json.dumps(limited(max_steps=1, session={"keys": ["header:x-run", "body:/run"]}))
+    )
 
-    assert main(["explain", "--policy", str(file), "-H", "x-team: t", "-d", "{}", "http://h/v1/chat/completions"]) == 0
+    assert (
+        main(
+            [
+                "explain",
+                "--policy",
+                str(file),
+                "-H",
+                "x-team: t",
+                "-d",
+                "{}",
+                "http://h/v1/chat/completions",
+            ]
+        )
+        == 0
+    )
 
     printed = capsys.readouterr().out
     assert "header:x-run, or" in printed

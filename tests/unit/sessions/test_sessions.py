@@ -19,8 +19,13 @@ from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
 
 
 def compacted(count: int, *, summary: str) -> bytes:
-    made = as_chat([STUCK._replace(number=n, thought=f"Thought {summary} {n}.") for n in range(count)])
-    start = [{"role": "user", "content": "What did we do so far?"}, {"role": "assistant", "content": summary}]
+    made = as_chat(
+        [STUCK._replace(number=n, thought=f"Thought {summary} {n}.") for n in range(count)]
+    )
+    start = [
+        {"role": "user", "content": "What did we do so far?"},
+        {"role": "assistant", "content": summary},
+    ]
     return json.dumps({**made, "messages": [*start, *made["messages"]]}).encode()
 
 
@@ -32,7 +37,8 @@ ONE_TASK = [json.dumps(as_chat(done)).encode() for done in ([], [STUCK])] * 5
 OTHER_MODEL = json.dumps({**json.loads(turn(1)), "model": "other", "stream": True}).encode()
 
 
-def shown(*numbers: int, **named: Any) -> list[tuple[bytes, dict[str, Any]]]:  # noqa: ANN401  # of `headers`
+# Of `headers`
+def shown(*numbers: int, **named: Any) -> list[tuple[bytes, dict[str, Any]]]:  # noqa: ANN401
     return [(turn(number), named) for number in numbers]
 
 
@@ -52,15 +58,27 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[tuple[bytes, dict[str, Any]]], l
         [200] * 4 + [429] * 2 + [200] + [429] * 2,
     ),
     "without a session's name it would": (agents(), [(data, {}) for data in COMPACTED], [200] * 9),
-    "runs of one task one after the other are no compacted history": (agents(), [(data, S) for data in ONE_TASK], [200] * 10),
+    "runs of one task one after the other are no compacted history": (
+        agents(),
+        [(data, S) for data in ONE_TASK],
+        [200] * 10,
+    ),
     "a request without a session is all that is known": (agents(), shown(1, 2, 3, 4, 5), [200] * 5),
-    "a policy without sessions as well": (agents(session=None), shown(1, 2, 3, 4, 5, **S), [200] * 5),
+    "a policy without sessions as well": (
+        agents(session=None),
+        shown(1, 2, 3, 4, 5, **S),
+        [200] * 5,
+    ),
     "a session never takes the place of a caller": (
         agents(missing_descriptor="share", limit_keys=["header:x-org"]),
         [*shown(1, 2, 3, 4, **S), *shown(1, 2, 3, x_org="o", **S)],
         [200] * 6 + [429],
     ),
-    "a policy for a single caller has no such doubt": (agents(limit_keys=[]), shown(1, 2, 3, **S), [200, 200, 429]),
+    "a policy for a single caller has no such doubt": (
+        agents(limit_keys=[]),
+        shown(1, 2, 3, **S),
+        [200, 200, 429],
+    ),
     "a retry, to whichever model, is no turn": (
         agents(),
         [*shown(1, 1, **S), (OTHER_MODEL, S), *shown(1, 2, 3, **S)],
@@ -68,7 +86,10 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[tuple[bytes, dict[str, Any]]], l
     ),
     "agents that another one starts have a history each": (
         agents(),
-        [(turn(n), {"x_claude_code_session_id": "s", "x_claude_code_agent_id": f"a{n}"}) for n in range(5)],
+        [
+            (turn(n), {"x_claude_code_session_id": "s", "x_claude_code_agent_id": f"a{n}"})
+            for n in range(5)
+        ],
         [200] * 5,
     ),
     "a session is its tenant's own": (
@@ -101,7 +122,9 @@ def test_session_completes_the_history_of_a_request(
     service = make_service(document)
 
     assert [send(service, data, **named) for data, named in requests] == expected
-    assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == expected.count(429)
+    assert sample(
+        service, "requests_total", policy="agents", mode="enforce", action="reject"
+    ) == expected.count(429)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +136,18 @@ def test_session_completes_the_history_of_a_request(
         },
         lambda n: {
             "thread": {"type": "continue", "previous_message_id": f"m{n}"},
-            "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": f"t{n}", "content": "x"}]}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": f"t{n}", "content": "x"}],
+                }
+            ],
         },
     ],
     ids=["previous_response_id", "thread"],
 )
-def test_history_on_the_server_needs_a_session(written: Any) -> None:  # noqa: ANN401  # a body from its number
+# A body from its number
+def test_history_on_the_server_needs_a_session(written: Any) -> None:  # noqa: ANN401
     service = make_service(agents())
     bodies = [json.dumps(written(n)).encode() for n in range(4)]
 
@@ -131,13 +160,18 @@ def test_history_on_the_server_needs_a_session(written: Any) -> None:  # noqa: A
 def test_plain_prompt_has_no_history() -> None:
     service = make_service(agents())
 
-    assert send_all(service, [json.dumps({"prompt": "Go on."}).encode()] * 3, session_id="s") == [200] * 3
+    assert (
+        send_all(service, [json.dumps({"prompt": "Go on."}).encode()] * 3, session_id="s")
+        == [200] * 3
+    )
     assert sample(service, "uncounted_total", policy="agents", reason="no_history") == 3
 
 
 def test_ring_expires_with_its_session() -> None:
     now = [0]
-    service = make_service(agents(session={"idle_seconds": 7}), store=MemoryStore(Metrics(), clock=lambda: now[0]))
+    service = make_service(
+        agents(session={"idle_seconds": 7}), store=MemoryStore(Metrics(), clock=lambda: now[0])
+    )
 
     found = []
     for number, gap in enumerate((0, 6_999, 6_999, 7_000, 1), 1):
@@ -148,13 +182,19 @@ def test_ring_expires_with_its_session() -> None:
 
 
 def test_shadow_policy_has_its_own_ring() -> None:
-    service = make_service(agents(mode="shadow"), policy("loops", ANY, threshold_identical_requests=100))
+    service = make_service(
+        agents(mode="shadow"), policy("loops", ANY, threshold_identical_requests=100)
+    )
     answers = [ask(service, turn(n), session_id="s")[0] for n in range(1, 4)]
 
     found = metadata_of(answers[-1])
 
     assert not answers[-1].HasField("immediate_response")
-    assert (found["shadow_action"], found["shadow_policy"], found["shadow_count"]) == ("reject", "agents", 3)
+    assert (found["shadow_action"], found["shadow_policy"], found["shadow_count"]) == (
+        "reject",
+        "agents",
+        3,
+    )
 
 
 DOWN = StoreError("down", kind="timeout")
@@ -172,12 +212,19 @@ SHADOWED = [agents(mode="shadow"), agents() | {"id": "own"}]
     ids=["down", "down for shadow policies", "a bug for shadow policies"],
 )
 def test_loop_is_found_while_the_store_is_down(
-    policies: list[dict[str, Any]], failing: str, error: Exception, counted: tuple[int, int], later: bool
+    policies: list[dict[str, Any]],
+    failing: str,
+    error: Exception,
+    counted: tuple[int, int],
+    later: bool,
 ) -> None:
     service = make_service(*policies, store=FailingStore(failing, error, later=later))
 
     assert send_all(service, [turn(n) for n in range(1, 4)], session_id="s") == [200, 200, 429]
-    found = sample(service, "store_errors_total", kind="timeout"), sample(service, "fail_open_total", reason="store_error")
+    found = (
+        sample(service, "store_errors_total", kind="timeout"),
+        sample(service, "fail_open_total", reason="store_error"),
+    )
     assert found == counted
 
 
@@ -203,7 +250,10 @@ def test_only_requests_that_need_the_ring_wait() -> None:
     service = make_service(agents(), store=FailingStore("nothing", later=True))
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
     whole = [
-        json.dumps(as_responses([*edits, STUCK._replace(number=number, thought=str(number))])).encode() for number in (98, 99)
+        json.dumps(
+            as_responses([*edits, STUCK._replace(number=number, thought=str(number))])
+        ).encode()
+        for number in (98, 99)
     ]
 
     assert [ask(service, data, session_id="s")[1] for data in whole] == [True, True]
@@ -213,7 +263,9 @@ def test_only_requests_that_need_the_ring_wait() -> None:
 
 
 def test_store_failure_without_waiting_request_is_counted() -> None:
-    service = make_service(agents(), store=FailingStore(error=StoreError("down", kind="timeout"), later=True))
+    service = make_service(
+        agents(), store=FailingStore(error=StoreError("down", kind="timeout"), later=True)
+    )
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
 
     ask(service, json.dumps(as_chat([*edits, STUCK._replace(number=98)])).encode(), session_id="s")

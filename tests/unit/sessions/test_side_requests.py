@@ -20,18 +20,32 @@ from tests.support.turn_writers import Did, as_chat, as_gemini
 
 
 def say(*texts: str, **more: Any) -> bytes:  # noqa: ANN401  # of a body
-    messages = [{"role": "system" if text.startswith("System: ") else "user", "content": text} for text in texts]
+    messages = [
+        {"role": "system" if text.startswith("System: ") else "user", "content": text}
+        for text in texts
+    ]
     return json.dumps({"model": "m", "messages": messages, **more}).encode()
 
 
-TITLE = say("System: Name the thread. Answer with the name alone.", "Name this conversation:", "Fix the build.")
+TITLE = say(
+    "System: Name the thread. Answer with the name alone.",
+    "Name this conversation:",
+    "Fix the build.",
+)
 SUMMARY = say("System: Sum up.", "<conversation>\n[User]: Fix the build.\n[Assistant]: ...")
 
 
 def compact(count: int) -> bytes:
     document = json.loads(turns(count))
     return json.dumps(
-        {**document, "tools": [], "messages": [*document["messages"], {"role": "user", "content": "Write a handoff summary."}]}
+        {
+            **document,
+            "tools": [],
+            "messages": [
+                *document["messages"],
+                {"role": "user", "content": "Write a handoff summary."},
+            ],
+        }
     ).encode()
 
 
@@ -50,7 +64,16 @@ CASES: dict[str, tuple[int, Sequence[bytes], list[int], tuple[int, int]]] = {
     ),
     "a summary between two steps is none, though it shows the calls": (
         4,
-        [TITLE, turns(0), turns(1), SUMMARY, turns(2), compact(3), say("x", tools=[TOOL]), turns(4)],
+        [
+            TITLE,
+            turns(0),
+            turns(1),
+            SUMMARY,
+            turns(2),
+            compact(3),
+            say("x", tools=[TOOL]),
+            turns(4),
+        ],
         [200] * 7 + [429],
         (4, 4),
     ),
@@ -60,7 +83,12 @@ CASES: dict[str, tuple[int, Sequence[bytes], list[int], tuple[int, int]]] = {
         [200] * 20 + [429] * 21,
         (5, 1),
     ),
-    "where no request has tools, each is a step": (2, [say(f"step {number}") for number in range(3)], [200, 200, 429], (2, 0)),
+    "where no request has tools, each is a step": (
+        2,
+        [say(f"step {number}") for number in range(3)],
+        [200, 200, 429],
+        (2, 0),
+    ),
     "long histories that are known again offer what they offered": (
         100,
         [
@@ -75,7 +103,9 @@ CASES: dict[str, tuple[int, Sequence[bytes], list[int], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize(("most", "requests", "expected", "counted"), CASES.values(), ids=CASES)
-def test_side_request_is_no_step(most: int, requests: Sequence[bytes], expected: list[int], counted: tuple[int, int]) -> None:
+def test_side_request_is_no_step(
+    most: int, requests: Sequence[bytes], expected: list[int], counted: tuple[int, int]
+) -> None:
     service = make_service(limited(max_steps=most))
 
     assert [status(ask(service, data)) for data in requests] == expected
@@ -84,16 +114,26 @@ def test_side_request_is_no_step(most: int, requests: Sequence[bytes], expected:
 
 def test_unnamed_side_requests_are_separate_conversations() -> None:
     service = make_service(limited(max_steps=3))
-    router = {"contents": [{"role": "user", "parts": [{"text": "Which model?"}]}], "generationConfig": {"temperature": 0}}
+    router = {
+        "contents": [{"role": "user", "parts": [{"text": "Which model?"}]}],
+        "generationConfig": {"temperature": 0},
+    }
     tools = [{"functionDeclarations": [{"name": "read_file"}]}]
-    done = [Did((("read_file", {"path": str(at)}),), (f"text {at}",), number=at) for at in range(1, 5)]
+    done = [
+        Did((("read_file", {"path": str(at)}),), (f"text {at}",), number=at) for at in range(1, 5)
+    ]
 
     found = []
     for number in range(5):
         routed = router | {"systemInstruction": {"parts": [{"text": f"step {number}"}]}}
-        for model, document in (("small", routed), ("large", {**as_gemini(done[:number]), "tools": tools})):
+        for model, document in (
+            ("small", routed),
+            ("large", {**as_gemini(done[:number]), "tools": tools}),
+        ):
             message = headers(f"/v1beta/models/{model}:generateContent", x_team="t")
-            found.append(status(decoded(exchange(service, message, body(json.dumps(document).encode()))[-1])))
+            found.append(
+                status(decoded(exchange(service, message, body(json.dumps(document).encode()))[-1]))
+            )
 
     assert found == [200] * 6 + [200, 429] * 2
 
@@ -101,14 +141,26 @@ def test_unnamed_side_requests_are_separate_conversations() -> None:
 @pytest.mark.parametrize(
     ("document", "offer"),
     [
-        ({"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}, OFFERS_TOOLS),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]},
+            OFFERS_TOOLS,
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": []}, OFFERS_NONE),
         ({"messages": [{"role": "user", "content": "x"}], "tools": None}, OFFERS_NONE),
         ({"messages": [{"role": "user", "content": "x"}]}, OFFERS_NONE),
-        ({"messages": [{"role": "user", "content": [{"text": "x"}]}], "toolConfig": {"tools": [{}]}}, OFFERS_TOOLS),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"text": "x"}]}],
+                "toolConfig": {"tools": [{}]},
+            },
+            OFFERS_TOOLS,
+        ),
         ({"input": "x", "tools": [{"type": "web_search"}]}, OFFERS_TOOLS),
         ({"input": "x"}, OFFERS_NONE),
-        ({"contents": [{"parts": [{"text": "x"}]}], "tools": [{"functionDeclarations": []}]}, OFFERS_TOOLS),
+        (
+            {"contents": [{"parts": [{"text": "x"}]}], "tools": [{"functionDeclarations": []}]},
+            OFFERS_TOOLS,
+        ),
         ({"contents": [{"parts": [{"text": "x"}]}], "cachedContent": "c1"}, 0),
         ({"input": "x", "previous_response_id": "r1"}, 0),
     ],

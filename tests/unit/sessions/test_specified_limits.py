@@ -18,7 +18,17 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, sample
-from tests.support.session_limits import ask, changed, describe, limit_of, limited, settle, status, told, turns
+from tests.support.session_limits import (
+    ask,
+    changed,
+    describe,
+    limit_of,
+    limited,
+    settle,
+    status,
+    told,
+    turns,
+)
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
 Calls = Sequence[tuple[str, int]]  # of one answer: tools, each with a number as its argument
@@ -41,7 +51,11 @@ def show(steps: Sequence[Calls], *tools: str) -> bytes:
 def list_offered(answer: ProcessingResponse) -> list[str]:
     """The tools that an edited request still offers, sorted; none if it forbids calls."""
     body = changed(answer)
-    return [] if body.get("tool_choice") == "none" else sorted(tool["function"]["name"] for tool in body.get("tools", []))
+    return (
+        []
+        if body.get("tool_choice") == "none"
+        else sorted(tool["function"]["name"] for tool in body.get("tools", []))
+    )
 
 
 def show_each(steps: Sequence[Calls]) -> list[bytes]:
@@ -54,14 +68,34 @@ NARROW = {"max_tool_calls": 1, "max_tool_calls_mode": "narrow"}
 RUNS = [turns(number) for number in range(6)]
 STUCK: list[Calls] = [[("search", 1)]]
 LOST = [
-    json.dumps({**as_chat([Did((("search", {"n": 1}), ("scan", {"n": at})), ("ok", "ok"), number=at)]), "tools": []}).encode()
+    json.dumps(
+        {
+            **as_chat([Did((("search", {"n": 1}), ("scan", {"n": at})), ("ok", "ok"), number=at)]),
+            "tools": [],
+        }
+    ).encode()
     for at in (1, 2, 3)
 ]
 CASES: dict[str, tuple[dict[str, Any], Sequence[bytes], int, tuple[str, int, int] | None]] = {
-    "1: steps, whatever a history has lost": ({"max_steps": 3}, [*RUNS[:4], show([])], 3, ("max_steps", 3, 3)),
+    "1: steps, whatever a history has lost": (
+        {"max_steps": 3},
+        [*RUNS[:4], show([])],
+        3,
+        ("max_steps", 3, 3),
+    ),
     "2: one tool call": ({"max_tool_calls": 1}, RUNS[:2], 1, ("max_tool_calls", 1, 1)),
-    "2: a total that equals the limit": ({"max_tool_calls": 4}, RUNS[:5], 4, ("max_tool_calls", 4, 4)),
-    "2: each call of an answer": ({"max_tool_calls": 4}, show_each(THREE), 2, ("max_tool_calls", 6, 4)),
+    "2: a total that equals the limit": (
+        {"max_tool_calls": 4},
+        RUNS[:5],
+        4,
+        ("max_tool_calls", 4, 4),
+    ),
+    "2: each call of an answer": (
+        {"max_tool_calls": 4},
+        show_each(THREE),
+        2,
+        ("max_tool_calls", 6, 4),
+    ),
     "3: narrow holds back no steps": ({"max_steps": 1, **NARROW}, RUNS[:2], 1, ("max_steps", 1, 1)),
     "3: narrow, and no tool has calls of its own": (NARROW, RUNS[:2], 1, ("max_tool_calls", 1, 1)),
     "6: equal calls beside others": (
@@ -74,10 +108,23 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[bytes], int, tuple[str, int, int
     "6: in one answer": (FIVE, [show([[("search", 1)] * 3])], 0, ("loop_detection", 3, 3)),
     "6: other arguments": (FIVE, [show([[("search", at)] for at in range(9)])], 1, None),
     "6: other tools": (FIVE, [show([[(PHASES[at], 1)] for at in (0, 1, 2)] * 2)], 1, None),
-    "6: outside of the window": (FIVE, [show([*STUCK * 2, *([("scan", at)] for at in range(3)), *STUCK])], 1, None),
+    "6: outside of the window": (
+        FIVE,
+        [show([*STUCK * 2, *([("scan", at)] for at in range(3)), *STUCK])],
+        1,
+        None,
+    ),
     "6: with pauses": (
         FIVE,
-        [show([*([("search", 1), ("scan", at)] for at in (1, 2)), *([("scan", at)] for at in (3, 4)), *STUCK])],
+        [
+            show(
+                [
+                    *([("search", 1), ("scan", at)] for at in (1, 2)),
+                    *([("scan", at)] for at in (3, 4)),
+                    *STUCK,
+                ]
+            )
+        ],
         0,
         ("loop_detection", 3, 3),
     ),
@@ -99,7 +146,10 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[bytes], int, tuple[str, int, int
 
 @pytest.mark.parametrize(("limits", "bodies", "passed", "refused"), CASES.values(), ids=CASES)
 def test_requests_pass_up_to_the_limit(
-    limits: dict[str, Any], bodies: Sequence[bytes], passed: int, refused: tuple[str, int, int] | None
+    limits: dict[str, Any],
+    bodies: Sequence[bytes],
+    passed: int,
+    refused: tuple[str, int, int] | None,
 ) -> None:
     service = make_service(limited(**limits))
 
@@ -128,15 +178,22 @@ def test_narrow_offers_only_tools_with_calls_left() -> None:
 
     assert limit_of(answer) == ("max_tool_calls", 20, 15)
     assert {at: tools for at, tools in offered.items() if at >= 15} == {
-        15: ["collect", "scan"], 16: ["collect", "scan"], 17: ["collect", "scan"], 18: ["scan"], 19: ["scan"],
-    }  # fmt: skip
+        15: ["collect", "scan"],
+        16: ["collect", "scan"],
+        17: ["collect", "scan"],
+        18: ["scan"],
+        19: ["scan"],
+    }
 
 
 OWN = {"max_calls_per_tool": {"collect": 2, "scan": 1}}
 PHASE = {"max_calls_per_tool": {"collect": 3}, "max_tool_calls": 2, "max_tool_calls_mode": "narrow"}
 AT_ONCE: list[Calls] = [[("search", at) for at in range(5)]]
 COLLECTED: list[Calls] = [*AT_ONCE, [("collect", 1)]]
-USED_UP: list[Calls] = [[("collect", 1), ("collect", 2), ("scan", 1)], *([("search", at)] for at in range(9))]
+USED_UP: list[Calls] = [
+    [("collect", 1), ("collect", 2), ("scan", 1)],
+    *([("search", at)] for at in range(9)),
+]
 
 
 @pytest.mark.parametrize(
@@ -150,12 +207,16 @@ USED_UP: list[Calls] = [[("collect", 1), ("collect", 2), ("scan", 1)], *([("sear
         (OWN, [USED_UP, [*USED_UP, [("scan", 2)]]], [["search"], ("max_calls_per_tool", 2, 1)]),
     ],
 )
-def test_each_tool_has_its_own_count(limits: dict[str, Any], sent: list[list[Calls]], found: list[object]) -> None:
+def test_each_tool_has_its_own_count(
+    limits: dict[str, Any], sent: list[list[Calls]], found: list[object]
+) -> None:
     service = make_service(limited(**limits))
 
     answers = [ask(service, show(steps)) for steps in sent]
 
-    assert [list_offered(answer) if status(answer) == 200 else limit_of(answer) for answer in answers] == found
+    assert [
+        list_offered(answer) if status(answer) == 200 else limit_of(answer) for answer in answers
+    ] == found
 
 
 def test_anthropic_answer_is_limited_to_one_call() -> None:
@@ -169,7 +230,10 @@ def test_anthropic_answer_is_limited_to_one_call() -> None:
 @pytest.mark.parametrize(
     ("limits", "twice"),
     [
-        ({"max_calls_per_tool": {"scan": 1}}, show([], "scan").replace(b'"name": "scan"', b'"name": "scan", "name": "run"')),
+        (
+            {"max_calls_per_tool": {"scan": 1}},
+            show([], "scan").replace(b'"name": "scan"', b'"name": "scan", "name": "run"'),
+        ),
         (
             {"max_steps": 3, "usage": "request"},
             b'{"stream":true,"stream_options":{},"stream_options":{},"messages":[{"role":"user","content":"hi"}]}',
@@ -183,7 +247,9 @@ def test_ambiguous_body_passes_unedited(limits: dict[str, Any], twice: bytes) ->
     answer = ask(service, twice)
 
     assert (status(answer), changed(answer)) == (200, {})
-    assert sample(service, "unnarrowed_total", policy="agents", reason="ambiguous_body") == ("usage" not in limits)
+    assert sample(service, "unnarrowed_total", policy="agents", reason="ambiguous_body") == (
+        "usage" not in limits
+    )
 
 
 PRICES = {"*": {"input": 10, "output": 50}}
@@ -193,7 +259,12 @@ def test_request_after_the_cost_limit_is_refused() -> None:
     service = make_service(limited(max_cost_per_session=1.0, prices=PRICES))
     sent = show([])
 
-    for usage, status_ in ((Usage(10_000, 0), 200), (Usage(0, 6_000), 200), (Usage(40_000, 0), 500), (Usage(90_000, 0), 200)):
+    for usage, status_ in (
+        (Usage(10_000, 0), 200),
+        (Usage(0, 6_000), 200),
+        (Usage(40_000, 0), 500),
+        (Usage(90_000, 0), 200),
+    ):
         settle(service, ask(service, sent), usage, status_)
 
     refused = ask(service, show([[("scan", 1)]]))
@@ -212,12 +283,17 @@ def test_request_after_the_cost_limit_is_refused() -> None:
     ],
     ids=["size", "max_tokens", "max_completion_tokens", "cheaper average", "dearer average"],
 )
-def test_concurrent_requests_reserve_their_cost(asked: dict[str, Any], known: list[Usage], passed: int) -> None:
+def test_concurrent_requests_reserve_their_cost(
+    asked: dict[str, Any], known: list[Usage], passed: int
+) -> None:
     service = make_service(limited(max_cost_per_session=1.0, prices=PRICES))
     for number, usage in enumerate(known):
         settle(service, ask(service, show([], str(number))), usage)
 
-    answers = [ask(service, json.dumps({**json.loads(turns(number)), **asked}).encode()) for number in range(12)]
+    answers = [
+        ask(service, json.dumps({**json.loads(turns(number)), **asked}).encode())
+        for number in range(12)
+    ]
 
     assert [status(answer) for answer in answers] == [200] * passed + [429] * (12 - passed)
 
@@ -227,8 +303,16 @@ def test_concurrent_requests_reserve_their_cost(asked: dict[str, Any], known: li
     [
         ({"stream": True}, "/v1/chat/completions", {"include_usage": True}),
         ({"stream": True, "stream_options": None}, "/v1/completions", {"include_usage": True}),
-        ({"stream": True, "stream_options": {"a": 1}}, "/v1/chat/completions", {"a": 1, "include_usage": True}),
-        ({"stream": True, "stream_options": {"include_usage": False}}, "/v1/chat/completions", {"include_usage": True}),
+        (
+            {"stream": True, "stream_options": {"a": 1}},
+            "/v1/chat/completions",
+            {"a": 1, "include_usage": True},
+        ),
+        (
+            {"stream": True, "stream_options": {"include_usage": False}},
+            "/v1/chat/completions",
+            {"include_usage": True},
+        ),
         ({"stream": True, "stream_options": {"include_usage": True}}, "/v1/chat/completions", None),
         ({"stream": True, "stream_options": 3}, "/v1/chat/completions", None),
         ({"stream": False}, "/v1/chat/completions", None),
@@ -243,14 +327,20 @@ def test_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, asked
     for wanted, usage in given:
         service = make_service(limited(max_steps=3, **usage))
 
-        answer = decoded(exchange(service, headers(path, x_team="t", x_session_id="s"), body(data))[-1])
+        answer = decoded(
+            exchange(service, headers(path, x_team="t", x_session_id="s"), body(data))[-1]
+        )
 
         assert changed(answer) == ({} if wanted is None else {**sent, "stream_options": wanted})
         assert metadata_of(answer)["sessions"]
 
 
 def test_request_refused_by_reservations_may_be_retried() -> None:
-    limits: dict[str, Any] = {"max_cost_per_session": 1.0, "prices": PRICES, "circuit_breaker": {"consecutive_blocks": 2}}
+    limits: dict[str, Any] = {
+        "max_cost_per_session": 1.0,
+        "prices": PRICES,
+        "circuit_breaker": {"consecutive_blocks": 2},
+    }
     service = make_service(limited(**limits, reject_status=402))
     dear = json.loads(show([])) | {"max_tokens": 30_000}
     first = ask(service, json.dumps(dear).encode())
@@ -265,7 +355,11 @@ def test_request_refused_by_reservations_may_be_retried() -> None:
     assert status(ask(service, show([[("scan", 1)]]))) == 200
 
 
-@pytest.mark.parametrize(("fails", "killed"), [((200, 500, 500), True), ((500, 200, 500), False)], ids=["in a row", "reset"])
+@pytest.mark.parametrize(
+    ("fails", "killed"),
+    [((200, 500, 500), True), ((500, 200, 500), False)],
+    ids=["in a row", "reset"],
+)
 def test_consecutive_errors_kill_the_session(fails: Sequence[int], killed: bool) -> None:
     service = make_service(limited(circuit_breaker={"consecutive_errors": 2}))
     for number, each in enumerate(fails):
@@ -280,7 +374,9 @@ def test_consecutive_errors_kill_the_session(fails: Sequence[int], killed: bool)
 def test_consecutive_refusals_kill_the_session() -> None:
     service = make_service(limited(max_steps=1, circuit_breaker={"consecutive_blocks": 2}))
 
-    answers = [ask(service, turns(number)) for number in (0, 1, 0, 1, 2, 0)]  # the first one sent again is a retry
+    answers = [
+        ask(service, turns(number)) for number in (0, 1, 0, 1, 2, 0)
+    ]  # the first one sent again is a retry
 
     limits = [told(answer)["limit"] if status(answer) != 200 else "" for answer in answers]
     assert limits == ["", "max_steps", "", "max_steps", "max_steps", "killed"]
@@ -296,9 +392,13 @@ def test_first_of_several_exceeded_limits_is_named() -> None:
         ("max_calls_per_tool", {"max_calls_per_tool": {"run": 2}}),
         ("loop_detection", {"loop_detection": {"window": 5, "threshold": 3}}),
     ]
-    stuck = json.dumps(as_chat([Did((("run", {}),), ("ok",), number=at) for at in (1, 2, 3)])).encode()
+    stuck = json.dumps(
+        as_chat([Did((("run", {}),), ("ok",), number=at) for at in (1, 2, 3)])
+    ).encode()
     for place, (limit, _) in enumerate(met):
-        limits: dict[str, Any] = {name: value for _, more in met[place:] for name, value in more.items()}
+        limits: dict[str, Any] = {
+            name: value for _, more in met[place:] for name, value in more.items()
+        }
         service = make_service(limited(circuit_breaker=breaker, **limits))
         settle(service, ask(service, b'{"messages":[]}'), Usage(1, 0))
 
@@ -307,8 +407,12 @@ def test_first_of_several_exceeded_limits_is_named() -> None:
 
 
 def test_report_shows_the_state_of_a_session() -> None:
-    service = make_service(limited(max_steps=2, prices=PRICES, circuit_breaker={"consecutive_blocks": 2}))
-    for number, steps in enumerate([[], [[("scan", 1), ("search", 1)]], [[("scan", 2)]], [[("scan", 3)]]]):
+    service = make_service(
+        limited(max_steps=2, prices=PRICES, circuit_breaker={"consecutive_blocks": 2})
+    )
+    for number, steps in enumerate(
+        [[], [[("scan", 1), ("search", 1)]], [[("scan", 2)]], [[("scan", 3)]]]
+    ):
         answer = ask(service, show(steps))
         if status(answer) == 200:
             settle(service, answer, Usage(10_000, 200 * number, 30, 4))
@@ -316,19 +420,33 @@ def test_report_shows_the_state_of_a_session() -> None:
     (shown,) = describe(service)
 
     expected = {
-        "total_step_count": 2, "total_tool_calls": 4, "actual_cost": 0.21068, "tool_call_counts": {"scan": 3, "search": 1},
-        "total_block_count": 2, "consecutive_block_count": 2, "killed": "consecutive_blocks", "ended": "killed",
+        "total_step_count": 2,
+        "total_tool_calls": 4,
+        "actual_cost": 0.21068,
+        "tool_call_counts": {"scan": 3, "search": 1},
+        "total_block_count": 2,
+        "consecutive_block_count": 2,
+        "killed": "consecutive_blocks",
+        "ended": "killed",
         "limits": {"max_steps": 2},
-    }  # fmt: skip
+    }
     assert {name: shown[name] for name in expected} == expected
-    assert [shown["usage"][f"{kind}_tokens"] for kind in ("input", "output", "cache_read", "cache_write")] == [
-        20_000, 200, 60, 8,
-    ]  # fmt: skip
+    assert [
+        shown["usage"][f"{kind}_tokens"]
+        for kind in ("input", "output", "cache_read", "cache_write")
+    ] == [
+        20_000,
+        200,
+        60,
+        8,
+    ]
 
 
 def test_report_shows_tools_and_errors_of_each_step() -> None:
     service = make_service(limited(max_steps=9))
-    did = Did((("scan", {"n": 1}), ("search", {"n": 1})), ("Error: no such host", "3 found"), number=1)
+    did = Did(
+        (("scan", {"n": 1}), ("search", {"n": 1})), ("Error: no such host", "3 found"), number=1
+    )
     for sent in (as_chat([did]), as_chat([did, did._replace(number=2, results=("ok", "ok"))])):
         ask(service, json.dumps(sent).encode())
     flagged = as_anthropic([Did((("scan", {"n": 1}),), ("no luck",), number=1)])
@@ -349,7 +467,9 @@ def order(service: Service, **grant: Any) -> None:  # noqa: ANN401  # of an orde
 
 def find_event(service: Service) -> dict[str, Any]:
     emitted: list[Any] = []
-    SessionEvents(lambda *event: emitted.append(event), lambda: False).look(service.reporter.sessions.copy())
+    SessionEvents(lambda *event: emitted.append(event), lambda: False).look(
+        service.reporter.sessions.copy()
+    )
     return dict(emitted[-1][2])
 
 
@@ -362,7 +482,9 @@ def test_tool_with_limit_zero_needs_a_grant() -> None:
     order(service, **name, tools={"refund": 1})
     assert list_offered(ask(service, show([[("search", 1)]], *tools))) == ["refund", "search"]
     assert list_offered(ask(service, show([], *tools), session="other")) == ["search"]
-    assert list_offered(ask(service, show([[("search", 1)], [("refund", 1)]], *tools))) == ["search"]
+    assert list_offered(ask(service, show([[("search", 1)], [("refund", 1)]], *tools))) == [
+        "search"
+    ]
 
 
 def test_refusal_and_event_have_the_grant_command() -> None:
@@ -375,14 +497,30 @@ def test_refusal_and_event_have_the_grant_command() -> None:
     command = event["grant"]
     assert "the tool refund was called 2 times in this session without approval" in message
     assert f"approve it with `{command}`." in message
-    assert (event["gen_ai.tool.name"], event["limit"], event["used"]) == ("refund", "max_calls_per_tool", 2)
+    assert (event["gen_ai.tool.name"], event["limit"], event["used"]) == (
+        "refund",
+        "max_calls_per_tool",
+        2,
+    )
     words = command.split()
-    assert words[:3] + words[4:5] + words[6:] == ["loopguard", "grant", "--session", "--caller", "--tool", "refund=2"]
+    assert words[:3] + words[4:5] + words[6:] == [
+        "loopguard",
+        "grant",
+        "--session",
+        "--caller",
+        "--tool",
+        "refund=2",
+    ]
     order(service, session=words[3], caller=words[5], tools={"refund": 2})
-    assert [status(ask(service, show(steps, "refund"), session=session)) for session in ("s", "other")] == [200, 429]
+    assert [
+        status(ask(service, show(steps, "refund"), session=session)) for session in ("s", "other")
+    ] == [200, 429]
 
 
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("scan", "search")]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {}}}
+    for name in ("scan", "search")
+]
 
 
 @pytest.mark.parametrize(
@@ -399,11 +537,15 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
         (6, [1, 1, 1, 1], 7, False),  # calls of other tools, or of several answers, make no batch
     ],
 )
-def test_answer_is_limited_to_one_call_by_largest_batch(most: int, batches: list[int], other: int, held: bool) -> None:
+def test_answer_is_limited_to_one_call_by_largest_batch(
+    most: int, batches: list[int], other: int, held: bool
+) -> None:
     service = make_service(limited(max_calls_per_tool={"scan": most}))
     done = []
     for number, size in enumerate(batches, 1):
-        calls: list[tuple[str, dict[str, Any]]] = [("scan", {"n": f"{number}.{place}"}) for place in range(size)]
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("scan", {"n": f"{number}.{place}"}) for place in range(size)
+        ]
         calls += [("search", {"n": f"{number}.{place}"}) for place in range(other)]
         done.append(Did(tuple(calls), tuple("done" for _ in calls), number=number))
 

@@ -50,7 +50,10 @@ def prompt(text: str) -> bytes:
 def continue_task(text: str, turns: int) -> bytes:
     messages = [{"role": "user", "content": text}]
     for number in range(turns):
-        messages += [{"role": "assistant", "content": f"step {number}"}, {"role": "user", "content": "go on"}]
+        messages += [
+            {"role": "assistant", "content": f"step {number}"},
+            {"role": "user", "content": "go on"},
+        ]
     return json.dumps({"model": "m", "messages": messages, "tools": [TOOL]}).encode()
 
 
@@ -98,15 +101,32 @@ STARTS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         [*prompts("a", "b", "b"), continue_task("a", 1), continue_task("a", 2), *prompts("b", "c")],
         [200, 429, 429, 200, 200, 200, 429],
     ),
-    "shadow policies only report starts": (unnamed("shadow", max_steps=1), prompts(*"abc"), [200] * 3),
-    "without unnamed limits they are only sessions": (limited(max_steps=2), prompts("Hi") * 100, [200] * 100),
+    "shadow policies only report starts": (
+        unnamed("shadow", max_steps=1),
+        prompts(*"abc"),
+        [200] * 3,
+    ),
+    "without unnamed limits they are only sessions": (
+        limited(max_steps=2),
+        prompts("Hi") * 100,
+        [200] * 100,
+    ),
 }
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=30), random=st.randoms(use_true_random=False))
-def test_only_conversations_that_have_not_continued_are_counted(lengths: list[int], random: Random) -> None:
-    service, left, waiting = make_service(unnamed(max_steps=4)), dict(enumerate(lengths)), set[int]()
+@given(
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=30),
+    random=st.randoms(use_true_random=False),
+)
+def test_only_conversations_that_have_not_continued_are_counted(
+    lengths: list[int], random: Random
+) -> None:
+    service, left, waiting = (
+        make_service(unnamed(max_steps=4)),
+        dict(enumerate(lengths)),
+        set[int](),
+    )
     sent = dict.fromkeys(left, 0)
 
     while left:
@@ -123,7 +143,9 @@ def test_only_conversations_that_have_not_continued_are_counted(lengths: list[in
 
 @pytest.mark.parametrize("late", [False, True])
 def test_cost_of_a_start_moves_to_its_conversation(late: bool) -> None:
-    service = make_service(unnamed(limits={"max_cost_per_session": 50, "prices": PRICES}, max_cost_per_session=20))
+    service = make_service(
+        unnamed(limits={"max_cost_per_session": 50, "prices": PRICES}, max_cost_per_session=20)
+    )
 
     for number in range(5):
         answer = ask(service, prompt(f"Task {number}"), session="")
@@ -143,11 +165,25 @@ def test_starts_are_not_reported_as_unnamed() -> None:
 
     assert nameless(service, prompts("a", "b")) == [200, 429]
     assert sample(service, "session_unnamed_total", policy="agents", mode="enforce") == 0
-    assert sample(service, "session_limits_total", policy="agents", mode="enforce", limit="max_steps", action="reject") == 1
+    assert (
+        sample(
+            service,
+            "session_limits_total",
+            policy="agents",
+            mode="enforce",
+            limit="max_steps",
+            action="reject",
+        )
+        == 1
+    )
 
 
 def test_tools_that_need_approval_are_forbidden_at_starts() -> None:
-    answer = ask(make_service(unnamed(limits={"max_calls_per_tool": {"run": 0}}, max_steps=9)), prompt("Hi"), session="")
+    answer = ask(
+        make_service(unnamed(limits={"max_calls_per_tool": {"run": 0}}, max_steps=9)),
+        prompt("Hi"),
+        session="",
+    )
 
     assert changed(answer)["tool_choice"] == "none"
 
@@ -165,26 +201,49 @@ def with_spec(document: dict[str, Any], **more: object) -> dict[str, Any]:
 
 
 NAMELESS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
-    "each call counts once, whichever conversation shows it again": (unnamed(max_tool_calls=4), many(5), [200] * 3 + [429] * 2),
+    "each call counts once, whichever conversation shows it again": (
+        unnamed(max_tool_calls=4),
+        many(5),
+        [200] * 3 + [429] * 2,
+    ),
     "a shadow policy only counts": (unnamed("shadow", max_steps=1), many(3), [200] * 3),
-    "unknown callers are not one": (with_spec(unnamed(max_steps=1), missing_descriptor="share"), many(3, team=""), [200] * 3),
-    "what is limited may pass uncounted": (with_spec(unnamed(max_steps=2), uncountable="reject"), many(3), [200, 200, 429]),
+    "unknown callers are not one": (
+        with_spec(unnamed(max_steps=1), missing_descriptor="share"),
+        many(3, team=""),
+        [200] * 3,
+    ),
+    "what is limited may pass uncounted": (
+        with_spec(unnamed(max_steps=2), uncountable="reject"),
+        many(3),
+        [200, 200, 429],
+    ),
     "sessions use up nothing of them, nor they of sessions": (
-        with_spec(unnamed(limits={"max_steps": 1}, max_steps=50), session={"max_sessions_per_tenant": 1}),
+        with_spec(
+            unnamed(limits={"max_steps": 1}, max_steps=50), session={"max_sessions_per_tenant": 1}
+        ),
         [*many(3), *((turns(1), {"session": name}) for name in "abc"), *many(3, 4)],
         [200] * 9,
     ),
 }
 
 
-@pytest.mark.parametrize(("document", "requests", "expected"), (STARTS | NAMELESS).values(), ids=STARTS | NAMELESS)
+@pytest.mark.parametrize(
+    ("document", "requests", "expected"), (STARTS | NAMELESS).values(), ids=STARTS | NAMELESS
+)
 def test_requests_without_a_session_are_limited(
     document: dict[str, Any], requests: Sequence[Request], expected: list[int]
 ) -> None:
     service = make_service(document)
 
     assert nameless(service, requests) == expected
-    shadowed = sample(service, "session_limits_total", policy="agents", mode="shadow", limit="max_steps", action="reject")
+    shadowed = sample(
+        service,
+        "session_limits_total",
+        policy="agents",
+        mode="shadow",
+        limit="max_steps",
+        action="reject",
+    )
     assert shadowed == (2 if document["spec"]["mode"] == "shadow" else 0)
 
 
@@ -197,7 +256,17 @@ def test_unnamed_requests_share_the_limits_of_their_caller() -> None:
     answer = ask(service, kept(9), session="")
     assert told(answer)["limit"] == "max_steps"
     assert "name no session have used 3 of their 3 steps" in told(answer)["message"]
-    assert sample(service, "session_limits_total", policy="agents", mode="enforce", limit="max_steps", action="reject") == 3
+    assert (
+        sample(
+            service,
+            "session_limits_total",
+            policy="agents",
+            mode="enforce",
+            limit="max_steps",
+            action="reject",
+        )
+        == 3
+    )
     assert sample(service, "session_unnamed_total", policy="agents", mode="enforce") == 7
 
 
@@ -216,11 +285,15 @@ def test_unlimited_unnamed_requests_are_counted_and_logged(
     assert sample(service, "uncounted_total", policy="agents", reason="unnamed") == 6
     assert sample(service, "session_unnamed_total", policy="agents", mode="enforce") == 6
     shown = describe(service)
-    assert sorted((row["session"], row["unnamed_requests"], row["total_step_count"]) for row in shown) == [
+    assert sorted(
+        (row["session"], row["unnamed_requests"], row["total_step_count"]) for row in shown
+    ) == [
         ("unnamed", 2, 0),
         ("unnamed", 4, 0),
     ]
-    assert "4 requests for which nothing names a session" in "\n".join(write_report({"problem": None, "sessions": shown}))
+    assert "4 requests for which nothing names a session" in "\n".join(
+        write_report({"problem": None, "sessions": shown})
+    )
     assert capsys.readouterr().out == ""
 
 
@@ -230,7 +303,12 @@ def test_limited_unnamed_requests_have_a_row() -> None:
     nameless(service, many(4))
 
     (row,) = describe(service)
-    assert (row["session"], row["unnamed_requests"], row["total_step_count"], row["total_block_count"]) == ("unnamed", 4, 2, 2)
+    assert (
+        row["session"],
+        row["unnamed_requests"],
+        row["total_step_count"],
+        row["total_block_count"],
+    ) == ("unnamed", 4, 2, 2)
 
 
 def test_rows_of_unnamed_requests_add_up_over_replicas() -> None:
@@ -238,7 +316,11 @@ def test_rows_of_unnamed_requests_add_up_over_replicas() -> None:
     nameless(one, many(2))
     nameless(other, many(3))
 
-    every = [row for service in (one, other) for row in service.reporter.sessions.make_document(shows_callers=False).rows]
+    every = [
+        row
+        for service in (one, other)
+        for row in service.reporter.sessions.make_document(shows_callers=False).rows
+    ]
 
     assert [row.unnamed for row in merge_sessions(every, 0)] == [5]
 
@@ -246,7 +328,9 @@ def test_rows_of_unnamed_requests_add_up_over_replicas() -> None:
 def test_limits_of_unnamed_requests_renew_after_idle_seconds() -> None:
     now = [0]
     store = MemoryStore(Metrics(), clock=lambda: now[0])
-    service = make_service(with_spec(unnamed(max_steps=4), session={"idle_seconds": 60}), store=store)
+    service = make_service(
+        with_spec(unnamed(max_steps=4), session={"idle_seconds": 60}), store=store
+    )
 
     found = []
     for number in range(12):
@@ -257,7 +341,9 @@ def test_limits_of_unnamed_requests_renew_after_idle_seconds() -> None:
 
 
 def test_cost_of_unnamed_requests_is_limited() -> None:
-    service = make_service(unnamed(limits={"max_steps": 99, "prices": DEAR}, max_cost_per_session=1e4))
+    service = make_service(
+        unnamed(limits={"max_steps": 99, "prices": DEAR}, max_cost_per_session=1e4)
+    )
 
     settle(service, ask(service, kept(1), session=""), Usage(20_000, 0))
 
@@ -269,8 +355,17 @@ def test_cost_of_unnamed_requests_is_limited() -> None:
     ("keys", "problem"),
     [
         ({"unnamed_limits": {"max_steps": 1}}, "unnamed_limits needs session_limits"),
-        ({"session_limits": {"max_steps": 1}, "unnamed_limits": {}}, "unnamed_limits needs at least one of max_steps"),
-        ({"session_limits": {"max_steps": 1}, "unnamed_limits": {"max_steps": 1, "max_calls_per_tool": {}}}, "unknown key"),
+        (
+            {"session_limits": {"max_steps": 1}, "unnamed_limits": {}},
+            "unnamed_limits needs at least one of max_steps",
+        ),
+        (
+            {
+                "session_limits": {"max_steps": 1},
+                "unnamed_limits": {"max_steps": 1, "max_calls_per_tool": {}},
+            },
+            "unknown key",
+        ),
     ],
 )
 def test_invalid_unnamed_limits_are_rejected(keys: dict[str, Any], problem: str) -> None:
@@ -280,7 +375,9 @@ def test_invalid_unnamed_limits_are_rejected(keys: dict[str, Any], problem: str)
     assert problem in error.message
 
 
-def test_validate_warns_about_unlimited_unnamed_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_warns_about_unlimited_unnamed_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(limited(max_steps=1)))
     assert main(["validate", str(file)]) == 0

@@ -13,7 +13,17 @@ import pytest
 
 from extproc.cli.commands import grant
 from extproc.cli.commands.top import order_sessions
-from extproc.engine.orders import ALLOW, BLOCK, GRANT, KILL, RELEASE, Grant, Overrides, Target, hash_descriptor
+from extproc.engine.orders import (
+    ALLOW,
+    BLOCK,
+    GRANT,
+    KILL,
+    RELEASE,
+    Grant,
+    Overrides,
+    Target,
+    hash_descriptor,
+)
 from extproc.ext_proc.service import Service
 from extproc.operator.overrides import parse_order, read_override, write_override
 from extproc.operator.row_events import SessionEvents
@@ -30,7 +40,10 @@ ROOT = "root"
 def claude(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str]:
     """The headers of Claude Code."""
     named = {"x_claude_code_agent_id": agent, "x_claude_code_parent_agent_id": parent}
-    return {"x_claude_code_session_id": root, **{name: value for name, value in named.items() if value}}
+    return {
+        "x_claude_code_session_id": root,
+        **{name: value for name, value in named.items() if value},
+    }
 
 
 def codex(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str]:
@@ -41,7 +54,11 @@ def codex(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str]
 
 def opencode(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str]:
     """The headers of opencode, which names only the parent."""
-    return {"x_session_id": agent, "x_parent_session_id": parent or root} if agent else {"x_session_id": root}
+    return (
+        {"x_session_id": agent, "x_parent_session_id": parent or root}
+        if agent
+        else {"x_session_id": root}
+    )
 
 
 CLIENTS = [claude, codex, opencode]
@@ -53,9 +70,21 @@ OF_CALLER = Target(caller=hash_descriptor("x-team", "t"))
 
 
 def loops(similarity: str) -> dict[str, Any]:
-    loop = {"enabled": True, "similarity": similarity, "threshold_identical_requests": 3, "action": "reject"}
+    loop = {
+        "enabled": True,
+        "similarity": similarity,
+        "threshold_identical_requests": 3,
+        "action": "reject",
+    }
     loop |= {"window_seconds": 60} if similarity == "exact" else {}
-    return {"id": "loops", "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-team"], "loop_detection": loop}}
+    return {
+        "id": "loops",
+        "spec": {
+            "selector": {"pathPrefix": "/"},
+            "limit_keys": ["header:x-team"],
+            "loop_detection": loop,
+        },
+    }
 
 
 def send(service: Service, number: int, **names: str) -> ProcessingResponse:
@@ -64,10 +93,17 @@ def send(service: Service, number: int, **names: str) -> ProcessingResponse:
 
 def send_all(service: Service, requests: Sequence[dict[str, str]]) -> list[str]:
     answers = [send(service, number, **names) for number, names in enumerate(requests)]
-    return [headers_of(answer).get("x-loopguard-limit", "") if status(answer) != 200 else "" for answer in answers]
+    return [
+        headers_of(answer).get("x-loopguard-limit", "") if status(answer) != 200 else ""
+        for answer in answers
+    ]
 
 
-NAMED = {"keys": ["header:x-run"], "agent_keys": ["header:x-agent"], "parent_keys": ["header:x-parent"]}
+NAMED = {
+    "keys": ["header:x-run"],
+    "agent_keys": ["header:x-agent"],
+    "parent_keys": ["header:x-parent"],
+}
 CHAINED = NAMED | {"keys": ["header:x-parent", "header:x-agent"]}
 PAIRS = [("a", ROOT), ("b", "a"), ("c", "b")]
 CASES: dict[str, tuple[dict[str, Any], Sequence[dict[str, str]], list[str]]] = {
@@ -97,7 +133,10 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[dict[str, str]], list[str]]] = {
     },
     "other clients name agents by keys of the policy": (
         {"session": NAMED, "max_depth": 2},
-        [{"x_run": ROOT}, *({"x_run": ROOT, "x_agent": name, "x_parent": parent} for name, parent in PAIRS)],
+        [
+            {"x_run": ROOT},
+            *({"x_run": ROOT, "x_agent": name, "x_parent": parent} for name, parent in PAIRS),
+        ],
         ["", "", "", "max_depth"],
     ),
     "where they name only the parent, it is a key of the session": (
@@ -117,7 +156,9 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[dict[str, str]], list[str]]] = {
 
 
 @pytest.mark.parametrize(("limits", "requests", "expected"), CASES.values(), ids=CASES)
-def test_agents_are_limited_per_root(limits: dict[str, Any], requests: Sequence[dict[str, str]], expected: list[str]) -> None:
+def test_agents_are_limited_per_root(
+    limits: dict[str, Any], requests: Sequence[dict[str, str]], expected: list[str]
+) -> None:
     service = make_service(limited(**limits))
 
     assert send_all(service, requests) == expected
@@ -130,7 +171,10 @@ def test_refused_agent_is_told_it_was_not_started() -> None:
 
     message = told(send(service, 99, **claude("d")))["message"]
 
-    assert message.startswith("Agent limit reached: this session has started 2 of its 2 agents. This agent was not started.")
+    assert message.startswith(
+        "Agent limit reached: this session has started 2 of its 2 agents. This agent was not "
+        "started."
+    )
     assert sample(service, "session_agents_total", policy="agents", mode="enforce") == 2
 
 
@@ -142,15 +186,21 @@ def test_agents_with_equal_requests_take_separate_steps() -> None:
     assert found == [200, 200, 200, 200, 429]
 
 
-@pytest.mark.parametrize(("kind", "client"), [(kind, client) for kind in (KILL, BLOCK) for client in CLIENTS])
-def test_order_for_a_root_stops_its_whole_tree(kind: str, client: Any) -> None:  # noqa: ANN401  # as above
+@pytest.mark.parametrize(
+    ("kind", "client"), [(kind, client) for kind in (KILL, BLOCK) for client in CLIENTS]
+)
+# As above
+def test_order_for_a_root_stops_its_whole_tree(kind: str, client: Any) -> None:  # noqa: ANN401
     service = make_service(limited(max_agents=9))
     agents = [client(), client("a"), client("b", "a"), client("c", "b")]
     send_all(service, agents)
     (root,) = [run.name.session for run in service.reporter.sessions.copy()]
     apply_orders(service, order(kind, Target(session=root)))
 
-    answers = [send(service, number, **names) for number, names in enumerate([*agents, client("d"), client(root="other")])]
+    answers = [
+        send(service, number, **names)
+        for number, names in enumerate([*agents, client("d"), client(root="other")])
+    ]
 
     assert [status(answer) for answer in answers] == [429] * 5 + [200]
 
@@ -162,7 +212,11 @@ def test_kill_of_an_agent_spares_its_session() -> None:
     agent = describe(service)[0]["agents"]["tree"][1]["agent"]
     apply_orders(service, order(KILL, Target(session=agent)))
 
-    assert [status(send(service, number, **names)) for number, names in enumerate(requests)] == [200, 200, 429]
+    assert [status(send(service, number, **names)) for number, names in enumerate(requests)] == [
+        200,
+        200,
+        429,
+    ]
     assert agent == hash_session("header:x-claude-code-agent-id", "b")
 
 
@@ -171,7 +225,9 @@ def test_kill_of_an_agent_spares_its_session() -> None:
 def test_order_for_a_root_applies_without_session_limits(kind: str, similarity: str) -> None:
     service = apply_orders(make_service(loops(similarity)), order(kind, IN_ROOT))
 
-    assert [status(send(service, 1, **names)) for names in (claude(), claude("a"), claude(root="other"))] == [429, 429, 200]
+    assert [
+        status(send(service, 1, **names)) for names in (claude(), claude("a"), claude(root="other"))
+    ] == [429, 429, 200]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +241,13 @@ def test_order_for_a_root_applies_without_session_limits(kind: str, similarity: 
         ([(KILL, IN_ROOT), (ALLOW, OF_CALLER)], 429),
     ],
 )
-def test_release_ends_a_kill_without_session_limits(orders: Sequence[tuple[str, Target]], expected: int) -> None:
-    given = [order(kind, target, name=f"o{at}", since=at * 100) for at, (kind, target) in enumerate(orders)]
+def test_release_ends_a_kill_without_session_limits(
+    orders: Sequence[tuple[str, Target]], expected: int
+) -> None:
+    given = [
+        order(kind, target, name=f"o{at}", since=at * 100)
+        for at, (kind, target) in enumerate(orders)
+    ]
     service = apply_orders(make_service(loops("turns")), *given)
 
     assert status(send(service, 1, **claude("a"))) == expected
@@ -210,15 +271,23 @@ def test_printed_grant_allows_exactly_one_more_agent(limit: str) -> None:
     assert send_all(service, [*requests, *others]) == ["", "", limit] * 2
     message = told(send(service, 99, **requests[-1]))["message"]
     events: list[dict[str, Any]] = []
-    SessionEvents(lambda *event: events.append(event[2]), lambda: False).look(service.reporter.sessions.copy())
+    SessionEvents(lambda *event: events.append(event[2]), lambda: False).look(
+        service.reporter.sessions.copy()
+    )
     commands = [event["grant"] for event in events]
 
-    (command,) = [command for command in commands if f"The user can ask an operator to allow it with `{command}`." in message]
+    (command,) = [
+        command
+        for command in commands
+        if f"The user can ask an operator to allow it with `{command}`." in message
+    ]
     parser = argparse.ArgumentParser()
     grant.add_flags(parser)
     options = parser.parse_args(command.split()[2:])
     assert command.endswith(f" {flag}")
-    amounts = {name: getattr(options, name) for name in AMOUNTS if getattr(options, name) is not None}
+    amounts = {
+        name: getattr(options, name) for name in AMOUNTS if getattr(options, name) is not None
+    }
     asked = {"kind": "grant", "session": options.session, "caller": options.caller[0], **amounts}
     given = parse_order(asked, "", time(), service.engine.plans)
     service.overrides = Overrides([read_override(given.name, write_override(given))])
@@ -233,8 +302,18 @@ def test_printed_grant_allows_exactly_one_more_agent(limit: str) -> None:
 @pytest.mark.parametrize(
     ("most", "granted", "requests", "told"),
     [
-        (2, 2, [claude("a"), claude("b"), claude("c")], ["", "2 of this session's 4", "3 of this session's 4"]),
-        (3, 0, [claude(), claude("a"), claude("b"), claude()], ["", "", *["2 of this session's 3"] * 2]),
+        (
+            2,
+            2,
+            [claude("a"), claude("b"), claude("c")],
+            ["", "2 of this session's 4", "3 of this session's 4"],
+        ),
+        (
+            3,
+            0,
+            [claude(), claude("a"), claude("b"), claude()],
+            ["", "", *["2 of this session's 3"] * 2],
+        ),
     ],
     ids=["with granted ones", "to whichever agent asks"],
 )
@@ -247,7 +326,9 @@ def test_note_says_how_many_agents_were_started(
     answers = [send(service, number, **names) for number, names in enumerate(requests)]
 
     notes = [answer.request_body.response.body_mutation.body.decode() for answer in answers]
-    found = [re.search(r"(\d+ of this session's \d+) agents have been started", note) for note in notes]
+    found = [
+        re.search(r"(\d+ of this session's \d+) agents have been started", note) for note in notes
+    ]
     assert [each[1] if each else "" for each in found] == told
 
 
@@ -256,7 +337,10 @@ def test_grants_of_agents_end_at_a_thousand() -> None:
     service = make_service(limited(max_agents=999, max_concurrent_agents=1))
     apply_orders(service, order(GRANT, IN_ROOT, grant=Grant(0, 0, 0, 7, 700, 1_000, 7)))
 
-    assert send_all(service, [claude(f"a{number}", f"a{number - 1}") for number in range(1, 1_001)]) == [""] * 1_000
+    assert (
+        send_all(service, [claude(f"a{number}", f"a{number - 1}") for number in range(1, 1_001)])
+        == [""] * 1_000
+    )
     refused = told(send(service, 99, **claude("b")))
     assert (refused["limit"], refused["allowed"]) == ("max_agents", 1_000)
     assert "operator" not in refused["message"]
@@ -264,7 +348,9 @@ def test_grants_of_agents_end_at_a_thousand() -> None:
 
 def test_report_shows_the_tree_of_agents() -> None:
     service = make_service(limited(max_agents=3))
-    send_all(service, [claude(), claude("a"), claude("b"), claude("c", "a"), claude("d"), claude("d")])
+    send_all(
+        service, [claude(), claude("a"), claude("b"), claude("c", "a"), claude("d"), claude("d")]
+    )
     events: list[tuple[str, Any]] = []
     watcher = SessionEvents(lambda kind, _, data: events.append((kind, data)), lambda: False)
     for _ in range(2):
@@ -272,9 +358,19 @@ def test_report_shows_the_tree_of_agents() -> None:
 
     (session,) = describe(service)
     agents = {hash_session("header:x-claude-code-agent-id", name): name for name in "abcd"}
-    tree = [(agents[row["agent"]], row["level"], row["requests"], row["refused"]) for row in session["agents"]["tree"]]
-    assert tree == [("a", 1, 1, None), ("c", 2, 1, None), ("b", 1, 1, None), ("d", 1, 2, "max_agents")]
-    assert {name: session["agents"][name] for name in ("started", "active", "refused_requests")} == {
+    tree = [
+        (agents[row["agent"]], row["level"], row["requests"], row["refused"])
+        for row in session["agents"]["tree"]
+    ]
+    assert tree == [
+        ("a", 1, 1, None),
+        ("c", 2, 1, None),
+        ("b", 1, 1, None),
+        ("d", 1, 2, "max_agents"),
+    ]
+    assert {
+        name: session["agents"][name] for name in ("started", "active", "refused_requests")
+    } == {
         "started": 3,
         "active": 3,
         "refused_requests": 2,
@@ -293,7 +389,17 @@ def test_shadow_policy_refuses_no_agents() -> None:
     service = make_service(limited("shadow", max_agents=1))
 
     assert send_all(service, [claude(), claude("a"), claude("b"), claude("c")]) == [""] * 4
-    assert sample(service, "session_limits_total", policy="agents", mode="shadow", limit="max_agents", action="reject") == 2
+    assert (
+        sample(
+            service,
+            "session_limits_total",
+            policy="agents",
+            mode="shadow",
+            limit="max_agents",
+            action="reject",
+        )
+        == 2
+    )
 
 
 def chat(first: str, calls: Sequence[tuple[str, dict[str, str]]] = ()) -> bytes:
@@ -313,7 +419,9 @@ def test_unnamed_session_is_linked_to_its_starter() -> None:
     sessions = describe(service)
 
     steps = {each["session"]: each["total_step_count"] for each in sessions}
-    ((agent, parent),) = [(each["session"], each["started_by"]) for each in sessions if each["started_by"]]
+    ((agent, parent),) = [
+        (each["session"], each["started_by"]) for each in sessions if each["started_by"]
+    ]
     assert (steps[agent], steps[parent]) == (1, 2)
     for given in (sessions, sessions[::-1]):
         ordered = [session["session"] for session in order_sessions({"sessions": given})]

@@ -42,7 +42,9 @@ class Servers:
     async def share_marks(self, mark: bytes) -> dict[str, bytes]:
         if self.error is not None:
             raise self.error
-        return {str(place): marks.setdefault("mark", mark) for place, marks in enumerate(self.marks)}
+        return {
+            str(place): marks.setdefault("mark", mark) for place, marks in enumerate(self.marks)
+        }
 
     async def read_persistence(self) -> list[str]:
         return self.kept
@@ -75,7 +77,9 @@ def test_an_emptied_server_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
 
     assert told == told_too == [{"servers": 1, "of": 2, "kept_since": one.since}]
     assert (one.emptied > 0, other.emptied > 0, late.emptied) == (True, True, 0)
-    assert [(record.message, record.levelno) for record in caplog.records] == [(EMPTIED, logging.ERROR)] * 2
+    assert [(record.message, record.levelno) for record in caplog.records] == [
+        (EMPTIED, logging.ERROR)
+    ] * 2
 
 
 def test_a_store_that_is_away_is_not_emptied() -> None:
@@ -98,7 +102,12 @@ def test_a_store_in_memory_needs_no_care() -> None:
 
 @pytest.mark.parametrize(
     ("kept", "least"),
-    [((LOG, LOG), LOG), ((LOG, SNAPSHOTS), SNAPSHOTS), ((UNKNOWN, SNAPSHOTS), UNKNOWN), ((LOG, NOTHING), NOTHING)],
+    [
+        ((LOG, LOG), LOG),
+        ((LOG, SNAPSHOTS), SNAPSHOTS),
+        ((UNKNOWN, SNAPSHOTS), UNKNOWN),
+        ((LOG, NOTHING), NOTHING),
+    ],
 )
 def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -> None:
     care, _ = attend(Servers(*kept))
@@ -121,12 +130,21 @@ def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -
         ("# Persistence\r\nnonsense", "3600 1", UNKNOWN),
     ],
 )
-def test_persistence_is_read_from_the_servers_own_words(info: str, points: str | None, expected: str) -> None:
+def test_persistence_is_read_from_the_servers_own_words(
+    info: str, points: str | None, expected: str
+) -> None:
     assert classify_persistence(info, points) == expected
 
 
 @pytest.mark.parametrize(
-    ("reply", "expected"), [([b"save", b"3600 1"], "3600 1"), ([b"save", b""], ""), ([], None), (None, None), (b"OK", None)]
+    ("reply", "expected"),
+    [
+        ([b"save", b"3600 1"], "3600 1"),
+        ([b"save", b""], ""),
+        ([], None),
+        (None, None),
+        (b"OK", None),
+    ],
 )
 def test_a_setting_is_read_from_an_answer(reply: object, expected: str | None) -> None:
     assert read_setting(reply) == expected
@@ -142,7 +160,9 @@ class Layout:
         raise AssertionError(owner)
 
 
-@pytest.mark.parametrize("owners", [("a",), ("a", "a", "b", "b"), ("a", "b", "c", "a"), tuple("abcdefgh")])
+@pytest.mark.parametrize(
+    "owners", [("a",), ("a", "a", "b", "b"), ("a", "b", "c", "a"), tuple("abcdefgh")]
+)
 def test_every_server_has_a_mark(owners: tuple[str, ...]) -> None:
     connections = SideConnections(cast("Any", Layout(*owners)), "loopguard:")
 
@@ -154,7 +174,16 @@ NOW = 1_000_000.0
 
 
 def report(reason: str, **known: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # noqa: ANN401  # fields of ServerState
-    state = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0, **known)
+    state = ServerState(
+        "shared",
+        "ok",
+        watching=False,
+        limits_sessions=False,
+        acting=1,
+        refused=[],
+        unenforced=0,
+        **known,
+    )
     made = make_report(View(CoverageDocument([], 0.0, 60.0), "r", ["r"], ""), state, {}, NOW)
     return made, [each for each in made["findings"] if each["reason"] == reason]
 
@@ -170,7 +199,9 @@ def report(reason: str, **known: Any) -> tuple[dict[str, Any], list[dict[str, An
         (NOTHING, False, None),
     ],
 )
-def test_doctor_says_what_a_restart_would_lose(persistence: str, must_keep: bool, level: str | None) -> None:  # a case
+def test_doctor_says_what_a_restart_would_lose(
+    persistence: str, must_keep: bool, level: str | None
+) -> None:  # a case
     _, found = report("store_persistence", persistence=persistence, must_keep=must_keep)
 
     assert [each["level"] for each in found] == ([level] if level else [])

@@ -14,7 +14,9 @@ from extproc.store.rules.chain import MAX_NAMES
 from tests.support.chains import Model, Run, Sent, interleave, make_link
 
 _ORDERS = ["sequential", "lockstep", "random"]
-_TURNS = st.lists(st.sampled_from(["a", "b"]), max_size=12).map(lambda turns: [(message, f"{message}!") for message in turns])
+_TURNS = st.lists(st.sampled_from(["a", "b"]), max_size=12).map(
+    lambda turns: [(message, f"{message}!") for message in turns]
+)
 """What runs of one task do: little of it is different, so that they go together for a while, and come back to the same."""
 
 
@@ -23,15 +25,24 @@ def name_freshly(number: int) -> bytes:
 
 
 @settings(deadline=None)
-@given(st.lists(_TURNS, min_size=1, max_size=9), st.sampled_from(_ORDERS), st.randoms(use_true_random=False))
-def test_runs_of_one_task_never_mix(turns: list[list[tuple[str, str]]], order: str, random: Random) -> None:
+@given(
+    st.lists(_TURNS, min_size=1, max_size=9),
+    st.sampled_from(_ORDERS),
+    st.randoms(use_true_random=False),
+)
+def test_runs_of_one_task_never_mix(
+    turns: list[list[tuple[str, str]]], order: str, random: Random
+) -> None:
     """With full histories, each finds its own turns, exactly; runs that are equal so far are one until they part.
 
-    What is counted below names, from what a history shows where its name is new, is exact for each run.
+    What is counted below names, from what a history shows where its name is new, is exact for each
+    run.
     """
     model, counts = Model(), dict[bytes, int]()
 
-    for number, (_, sent, truth) in enumerate(interleave([Run("task", each) for each in turns], order, random)):
+    for number, (_, sent, truth) in enumerate(
+        interleave([Run("task", each) for each in turns], order, random)
+    ):
         found = model.ask(make_link(sent)._replace(fresh=name_freshly(number)), number)
         counts[found.name] = counts.get(found.name, len(sent.shown)) + 1
         assert found.entries == truth
@@ -42,13 +53,19 @@ def test_runs_of_one_task_never_mix(turns: list[list[tuple[str, str]]], order: s
 
 @settings(deadline=None)
 @given(st.lists(_TURNS, min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
-def test_no_retry_makes_a_conversation_longer(turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject) -> None:
+def test_no_retry_makes_a_conversation_longer(
+    turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject
+) -> None:
     """What is counted below its name is no less than it shows, and no more than the longest of these has sent."""
     model, counts, counted = Model(), dict[bytes, int](), set[tuple[bytes, Sent]]()
 
-    for number, (_, sent, truth) in enumerate(interleave([Run("task", each) for each in turns], "random", random)):
+    for number, (_, sent, truth) in enumerate(
+        interleave([Run("task", each) for each in turns], "random", random)
+    ):
         for again in range(data.draw(st.integers(1, 3))):
-            name = model.ask(make_link(sent)._replace(fresh=name_freshly(4 * number + again)), number).name
+            name = model.ask(
+                make_link(sent)._replace(fresh=name_freshly(4 * number + again)), number
+            ).name
             if (name, sent) not in counted:
                 counts[name] = counts.get(name, len(sent.shown)) + 1
                 counted.add((name, sent))
@@ -68,11 +85,15 @@ def test_a_node_has_the_newest_names() -> None:
 
 @settings(deadline=None)
 @given(st.lists(_TURNS, min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
-def test_a_retry_changes_nothing(turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject) -> None:
+def test_a_retry_changes_nothing(
+    turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject
+) -> None:
     model = Model()
     retried: set[Sent] = set()
 
-    for now, (_, sent, truth) in enumerate(interleave([Run("task", each) for each in turns], "random", random)):
+    for now, (_, sent, truth) in enumerate(
+        interleave([Run("task", each) for each in turns], "random", random)
+    ):
         times = 1 if sent in retried else data.draw(st.integers(1, 4))
         retried.update([sent] if times > 1 else [])
         for _ in range(times):
@@ -87,7 +108,11 @@ def test_windows_of_the_last_messages_are_linked(window: int, order: str) -> Non
     for seed in range(40):
         random = Random(seed)
         runs = [
-            Run("task", [(f"{random.randrange(10**9)} {turn}", random.choice("ab")) for turn in range(20)], window)
+            Run(
+                "task",
+                [(f"{random.randrange(10**9)} {turn}", random.choice("ab")) for turn in range(20)],
+                window,
+            )
             for _ in range(random.randint(1, 6))
         ]
         model, names = Model(), dict[bytes, list[int]]()
@@ -104,7 +129,9 @@ def test_conversations_that_end_alike_are_not_linked() -> None:
     for number, (task, first) in enumerate((("t1", "p"), ("t2", "q"))):
         for end in range(4):
             shown = (first, "x", "y", "z")[: end + 1]
-            model.ask(make_link(Sent(task, shown, f"{first}{end}"))._replace(fresh=name_freshly(number)))
+            model.ask(
+                make_link(Sent(task, shown, f"{first}{end}"))._replace(fresh=name_freshly(number))
+            )
 
     trail = model.ask(make_link(Sent("t1", ("y", "z", "w"), "new"))._replace(fresh=name_freshly(9)))
 
@@ -122,11 +149,14 @@ def test_history_of_unseen_turns_is_not_whole() -> None:
 
 def test_a_caller_cannot_take_up_all() -> None:
     store = MemoryStore(Metrics())
-    asked = [make_link(Sent(f"task {number}", ("a", "b"), "x"), most=50_000) for number in range(1_000)]
+    asked = [
+        make_link(Sent(f"task {number}", ("a", "b"), "x"), most=50_000) for number in range(1_000)
+    ]
     other = make_link(Sent("task", ("a",), "x"), tenant="01", most=50_000)
 
     [first] = store.push([other], 0)
-    dropped = [store.push([link], 0)[0].dropped for link in asked]  # type: ignore[union-attr]  # of a link
+    # Of a link
+    dropped = [store.push([link], 0)[0].dropped for link in asked]  # type: ignore[union-attr]
     [again] = store.push([other], 0)
 
     assert not dropped[0]
@@ -138,7 +168,10 @@ def test_a_caller_cannot_take_up_all() -> None:
 def test_all_callers_together_have_a_bound() -> None:
     metrics = Metrics()
     store = MemoryStore(metrics, 2_500)
-    kept = [Sent("kept", tuple(f"a{turn}" for turn in range(length)), f"e{length}") for length in range(6)]
+    kept = [
+        Sent("kept", tuple(f"a{turn}" for turn in range(length)), f"e{length}")
+        for length in range(6)
+    ]
     for sent in kept:
         store.push([make_link(sent)], 0)
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.session import KNOWN, MAX_RECORDS, Ledger, Limits, Settlement, Standing, Step, enter
+from extproc.store.rules.session import (
+    KNOWN,
+    MAX_RECORDS,
+    Ledger,
+    Limits,
+    Settlement,
+    Standing,
+    Step,
+    enter,
+)
 from tests.support.examples import examples
 from tests.support.ledger import (
     LIMITS_OF_ALL_KINDS,
@@ -37,7 +46,9 @@ class Ledgers:
             standing = ledger.settle(asked, now) if ledger is not None else Standing(retry=True)
         else:
             if ledger is None:
-                self._kept[asked.tenant], halvings = enter(self._kept.get(asked.tenant), asked.limits, now)
+                self._kept[asked.tenant], halvings = enter(
+                    self._kept.get(asked.tenant), asked.limits, now
+                )
                 ledger = Ledger(None, now, asked.earlier, halvings)
             standing = ledger.take_step(asked, now)
         if ledger is not None:
@@ -52,7 +63,9 @@ class Ledgers:
 
 @settings(max_examples=examples(300))
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
-def test_a_session_is_judged_by_the_rules(moves: list[tuple[int, str, int, int]], limits: Limits) -> None:
+def test_a_session_is_judged_by_the_rules(
+    moves: list[tuple[int, str, int, int]], limits: Limits
+) -> None:
     assert play(moves, limits, Ledgers().ask) == play(moves, limits, Book().ask)
 
 
@@ -65,7 +78,9 @@ def test_a_session_follows_the_rules_in_any_memory(
     store = MemoryStore(Metrics(), entries)
     moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
 
-    assert play(moves, limits, lambda asked, now: store.hit([asked], now)[0]) == play(moves, limits, Book().ask)
+    assert play(moves, limits, lambda asked, now: store.hit([asked], now)[0]) == play(
+        moves, limits, Book().ask
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1, 20_000])
@@ -115,9 +130,14 @@ def test_packed_sessions_are_kept_until_they_end() -> None:
     start = 1_764_000_000_000
 
     def ask_each(number: int, since: int, group: str) -> list[int]:
-        names = [(f"session:p::{group}{each}:7f", f"sessions:p::{group}{each}:7f") for each in range(10)]
+        names = [
+            (f"session:p::{group}{each}:7f", f"sessions:p::{group}{each}:7f") for each in range(10)
+        ]
         steps = [make_step(number, NO_LIMITS, key=key, tenant=tenant) for key, tenant in names]
-        return [store.hit([step], start + since + 137 * each)[0].steps for each, step in enumerate(steps)]
+        return [
+            store.hit([step], start + since + 137 * each)[0].steps
+            for each, step in enumerate(steps)
+        ]
 
     assert ask_each(1, 0, "a") == [1] * 10
     assert ask_each(2, 50_000, "a") == [2] * 10

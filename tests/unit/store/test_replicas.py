@@ -20,7 +20,16 @@ MOST = 5
 def test_fewer_replicas_count_later_than_more() -> None:
     """A store without its data gets the names back one by one."""
     count, seen = ReplicaCount(), []
-    for number, now in [(3, 100), (1, 102), (2, 104), (3, 106), (2, 108), (2, 116), (0, 117), (0, 126)]:
+    for number, now in [
+        (3, 100),
+        (1, 102),
+        (2, 104),
+        (3, 106),
+        (2, 108),
+        (2, 116),
+        (0, 117),
+        (0, 126),
+    ]:
         count.note(number, now)
         seen.append(count.number)
 
@@ -33,12 +42,24 @@ def test_replicas_see_each_other_while_they_live() -> None:
     store = MemoryStore(Metrics(), clock=lambda: clock[0])
 
     def watch(place: int, *, needed: bool = True) -> ReplicaWatch:
-        return ReplicaWatch(store, f"replica-{place}", lambda: needed, lambda number: told.__setitem__(place, number))
+        return ReplicaWatch(
+            store,
+            f"replica-{place}",
+            lambda: needed,
+            lambda number: told.__setitem__(place, number),
+        )
 
     async def live() -> list[list[int]]:
         first, second, third = watch(0), watch(1), watch(2)
         seen, both = [], [first, second]
-        for now, looking in [(0, [*both, third, first]), (9, both), (12, both), (20, both), (22, [first]), (31, [first])]:
+        for now, looking in [
+            (0, [*both, third, first]),
+            (9, both),
+            (12, both),
+            (20, both),
+            (22, [first]),
+            (31, [first]),
+        ]:
             clock[0] = NOON + now * 1_000
             for one in looking:
                 await one.look(now)
@@ -74,7 +95,9 @@ def test_a_share_fits_its_request_within_the_limit() -> None:
     kind=st.sampled_from([BUCKET, PERIOD, BREAKER]),
     limit=st.integers(1, 60),
     replicas=st.integers(1, MOST),
-    sent=st.lists(st.tuples(st.integers(0, MOST - 1), st.integers(1, 12), st.integers(0, 30)), max_size=60),
+    sent=st.lists(
+        st.tuples(st.integers(0, MOST - 1), st.integers(1, 12), st.integers(0, 30)), max_size=60
+    ),
 )
 def test_shares_together_are_no_more_than_the_limit(
     kind: int, limit: int, replicas: int, sent: list[tuple[int, int, int]]

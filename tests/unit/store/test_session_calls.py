@@ -27,7 +27,11 @@ WITHOUT_IDS = ("gemini", "ollama")
 def number_calls(moves: Sequence[Move]) -> list[Move]:
     """The same where no two calls are equal."""
     return [
-        move._replace(calls=tuple((tool, {"at": at, "place": place}) for place, (tool, _) in enumerate(move.calls)))
+        move._replace(
+            calls=tuple(
+                (tool, {"at": at, "place": place}) for place, (tool, _) in enumerate(move.calls)
+            )
+        )
         for at, move in enumerate(moves)
     ]
 
@@ -38,14 +42,23 @@ SEEDS = st.sampled_from([0, 0, 7])
 @pytest.mark.parametrize("shape", WITH_IDS)
 @settings(max_examples=examples(60))
 @given(
-    st.lists(st.builds(Move, TURNS, st.sampled_from([-1, -1, -1, 0, 1, 2]), st.sampled_from([0, 0, 0, 1, 3])), max_size=25),
+    st.lists(
+        st.builds(
+            Move, TURNS, st.sampled_from([-1, -1, -1, 0, 1, 2]), st.sampled_from([0, 0, 0, 1, 3])
+        ),
+        max_size=25,
+    ),
     st.integers(1, 5),
     st.integers(0, 2),
     SEEDS,
 )
-def test_calls_with_stable_ids_are_counted_once(shape: str, moves: list[Move], most: int, first: int, seed: int) -> None:
+def test_calls_with_stable_ids_are_counted_once(
+    shape: str, moves: list[Move], most: int, first: int, seed: int
+) -> None:
     """Whatever becomes of the history: without its oldest or middle turns, condensed, taken back, sent again, reordered."""
-    client = Client(shape, ids="last", most_turns=most if most < 5 else 10**9, first_turns=first, seed=seed)
+    client = Client(
+        shape, ids="last", most_turns=most if most < 5 else 10**9, first_turns=first, seed=seed
+    )
 
     for counted, made in follow(client, moves, in_memory()):
         assert counted == made
@@ -66,11 +79,15 @@ def test_a_history_with_new_ids_is_counted_once(shape: str, moves: list[Move], s
 @pytest.mark.parametrize("shape", WITH_IDS + WITHOUT_IDS)
 @settings(max_examples=examples(60))
 @given(MOVES, st.integers(2, 6), SEEDS)
-def test_newest_turns_with_new_ids_are_counted_once(shape: str, moves: list[Move], most: int, seed: int) -> None:
+def test_newest_turns_with_new_ids_are_counted_once(
+    shape: str, moves: list[Move], most: int, seed: int
+) -> None:
     """Where the oldest ones are gone, as long as no two calls are equal."""
     moves = number_calls([move for move in moves if move.calls])
 
-    for counted, made in follow(Client(shape, ids="anew", most_turns=most, seed=seed), moves, in_memory()):
+    for counted, made in follow(
+        Client(shape, ids="anew", most_turns=most, seed=seed), moves, in_memory()
+    ):
         assert counted == made
 
 
@@ -90,7 +107,12 @@ def test_equal_calls_with_new_ids_are_counted_roughly(shape: str, most: int, kin
 
 def read_body(name: str) -> tuple[bytes, bytes]:
     text = BODIES[name].decode()
-    ids = {found for _, found in re.findall(r'"(id|tool_use_id|call_id|tool_call_id|toolUseId)": ?"([^"]+)"', text)}
+    ids = {
+        found
+        for _, found in re.findall(
+            r'"(id|tool_use_id|call_id|tool_call_id|toolUseId)": ?"([^"]+)"', text
+        )
+    }
     again = text
     for number, known in enumerate(sorted(ids)):
         again = again.replace(f'"{known}"', f'"anew_{number}"')
@@ -100,7 +122,14 @@ def read_body(name: str) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("anthropic_cycle", "anthropic_image_result", "anthropic_stuck", "chat_custom_tool", "chat_polling", "chat_stuck"),
+        *(
+            "anthropic_cycle",
+            "anthropic_image_result",
+            "anthropic_stuck",
+            "chat_custom_tool",
+            "chat_polling",
+            "chat_stuck",
+        ),
         "responses_stuck",
     ],
 )
@@ -109,7 +138,10 @@ def test_what_sdks_send_is_counted_once(name: str) -> None:
     shown = len(read_tool_calls(Document(bodies[0])).records) // RECORD
     ask = in_memory()
 
-    counted = [ask(make_request(body, number), number).tool_calls for number, body in enumerate([*bodies, *bodies])]
+    counted = [
+        ask(make_request(body, number), number).tool_calls
+        for number, body in enumerate([*bodies, *bodies])
+    ]
 
     assert bodies[0] != bodies[1]
     assert counted == [shown] * 4
@@ -121,7 +153,9 @@ def test_two_agents_of_a_session_are_counted_each() -> None:
     ask, counted = in_memory(), 0
     for at in range(300):
         for client in (parent, child) if at % 40 == 0 else (child,):
-            request = make_request(client.send(Move((("read", {"at": at % 7}),))), at * 2 + (client is child))
+            request = make_request(
+                client.send(Move((("read", {"at": at % 7}),))), at * 2 + (client is child)
+            )
             counted = ask(request, 1_000 + at).tool_calls
 
     assert counted == parent.made + child.made == 308

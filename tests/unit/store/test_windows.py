@@ -29,7 +29,12 @@ def test_a_log_remembers_a_bounded_number() -> None:
         state, answer = log(state, hit, now)
 
     assert state is not None
-    assert array("q", bytes(state)).tolist()[:-1] == [46, 47, 48, 49]  # the last one is the cooldown's
+    assert array("q", bytes(state)).tolist()[:-1] == [
+        46,
+        47,
+        48,
+        49,
+    ]  # the last one is the cooldown's
     assert answer == Count(4, looping=True, cooldown_ms=0, span_ms=4)
 
 
@@ -48,7 +53,9 @@ def test_a_clock_that_is_set_back_refuses_no_innocent(
     hit = Hit("key", window_type, 20, 3, cooldown, count_refused, 100)
     real = [10_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
 
-    answers = run(hit, [now if position < place else now - back for position, now in enumerate(real)])
+    answers = run(
+        hit, [now if position < place else now - back for position, now in enumerate(real)]
+    )
 
     assert not any(answer.looping for answer in answers)
 

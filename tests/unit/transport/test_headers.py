@@ -49,12 +49,20 @@ def huffman(text: bytes) -> bytes:
 
 _EMPTY = (b"", b"")
 _SCHEME = (b":scheme", b"")
-_OVERLAP = [[_SCHEME, _EMPTY], [_EMPTY, (b":method", b""), _EMPTY, _EMPTY, _SCHEME], [_EMPTY, _EMPTY, _SCHEME]]
+_OVERLAP = [
+    [_SCHEME, _EMPTY],
+    [_EMPTY, (b":method", b""), _EMPTY, _EMPTY, _SCHEME],
+    [_EMPTY, _EMPTY, _SCHEME],
+]
 
 
 @given(st.lists(PAIRS, max_size=5), st.booleans(), st.sampled_from([0, 100, 4_096]))
-@example(blocks=_OVERLAP, coded=False, table=0)  # start and end of the model match in the same bytes
-def test_blocks_of_another_encoder_are_decoded(blocks: list[Pairs], coded: bool, table: int) -> None:
+@example(
+    blocks=_OVERLAP, coded=False, table=0
+)  # start and end of the model match in the same bytes
+def test_blocks_of_another_encoder_are_decoded(
+    blocks: list[Pairs], coded: bool, table: int
+) -> None:
     encoder, decoder = Encoder(), Decoder(Cache())
     encoder.header_table_size = table
 
@@ -62,7 +70,12 @@ def test_blocks_of_another_encoder_are_decoded(blocks: list[Pairs], coded: bool,
         assert pairs(decoder, encoder.encode(block, huffman=coded)) == block
 
 
-@given(st.lists(st.binary(max_size=30) | st.sampled_from([b"\x20", b"\x82", b"\xbe", b"\x40\x01a\x01b"]), max_size=6))
+@given(
+    st.lists(
+        st.binary(max_size=30) | st.sampled_from([b"\x20", b"\x82", b"\xbe", b"\x40\x01a\x01b"]),
+        max_size=6,
+    )
+)
 @example([b"\x20" * 3])
 @example([b"\x20\x20\x82"])
 def test_any_bytes_are_read_as_by_another_decoder(blocks: list[bytes]) -> None:
@@ -85,7 +98,13 @@ THREE_UPDATES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}", r
 @pytest.mark.parametrize(
     "coded",
     [b"\xff", huffman(b"a") + b"\xff", b"\x18", b"\xff\xff\xff\xff", huffman(b"\x16")[:-1]],
-    ids=["padding alone", "a byte of padding", "padding of zeros", "end of string", "half a symbol"],
+    ids=[
+        "padding alone",
+        "a byte of padding",
+        "padding of zeros",
+        "end of string",
+        "half a symbol",
+    ],
 )
 def test_invalid_huffman_code_is_refused(coded: bytes) -> None:
     with pytest.raises(ProtocolError) as refusal:
@@ -171,11 +190,19 @@ def read_or_refuse(decoder: Decoder, block: bytes) -> tuple[object, ...] | int:
     return [(field.name, field.value) for field in found.fields], found.size, *said
 
 
-JUNK = st.binary(max_size=6) | st.sampled_from([b"\x00\x01a\x01b", b"\x82", b"\x20", b"\x0f\x0d\x03abc", b"\x00\x01a\x81\x1f"])
+JUNK = st.binary(max_size=6) | st.sampled_from(
+    [b"\x00\x01a\x01b", b"\x82", b"\x20", b"\x0f\x0d\x03abc", b"\x00\x01a\x81\x1f"]
+)
 
 
-@given(PAIRS, st.booleans(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9), JUNK), min_size=1, max_size=4))
-def test_earlier_blocks_change_the_meaning_of_none(more: Pairs, coded: bool, changes: list[tuple[int, int, bytes]]) -> None:
+@given(
+    PAIRS,
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9), JUNK), min_size=1, max_size=4),
+)
+def test_earlier_blocks_change_the_meaning_of_none(
+    more: Pairs, coded: bool, changes: list[tuple[int, int, bytes]]
+) -> None:
     encoder, cache = Encoder(), Cache()
     encoder.header_table_size = 0
     whole = encoder.encode(REQUEST + more, huffman=coded).removeprefix(b"\x20")

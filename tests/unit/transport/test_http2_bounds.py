@@ -16,7 +16,14 @@ from extproc.transport import grpc, http2
 from extproc.transport.grpc import GrpcConnection as Calls
 from extproc.transport.grpc import MessageReceived, frame_message
 from extproc.transport.headers import ENHANCE_YOUR_CALM, MAX_BLOCK, encode
-from extproc.transport.http2 import Connection, Http2Limits, Http2Stream, Pool, RequestReceived, Share
+from extproc.transport.http2 import (
+    Connection,
+    Http2Limits,
+    Http2Stream,
+    Pool,
+    RequestReceived,
+    Share,
+)
 from tests.support.grpc import SINGLE, Peer, body, call
 from tests.support.http2 import HELLO, REQUEST, frame, headers, opened, receive, sent
 
@@ -25,7 +32,9 @@ SHUT = frame(http2.SETTINGS, 0, 0, b"\0\x04\0\0\0\0")
 
 
 def initial_window(*sizes: int) -> bytes:
-    return frame(http2.SETTINGS, 0, 0, b"".join(b"\0\x04" + size.to_bytes(4, "big") for size in sizes))
+    return frame(
+        http2.SETTINGS, 0, 0, b"".join(b"\0\x04" + size.to_bytes(4, "big") for size in sizes)
+    )
 
 
 def window_update(stream: int, increment: int) -> bytes:
@@ -36,7 +45,8 @@ def count_steps(work: Callable[[], object]) -> int:
     """Lines of the transport's code that were run."""
     steps = 0
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:  # noqa: ANN401  # a trace function is one
+    # A trace function is one
+    def trace(frame: FrameType, event: str, _: object) -> Any:  # noqa: ANN401
         nonlocal steps
         steps += event == "line"
         return trace if "transport" in frame.f_code.co_filename else None
@@ -52,7 +62,9 @@ def count_steps(work: Callable[[], object]) -> int:
 def waiting(streams: int) -> Connection:
     """A connection with this many open streams, and a hundred answers that wait for windows of their own."""
     numbers = range(1, 2 * streams, 2)
-    connection, _, requests = opened(SHUT, *(headers(number) for number in numbers), limits=Http2Limits(patience=10**9))
+    connection, _, requests = opened(
+        SHUT, *(headers(number) for number in numbers), limits=Http2Limits(patience=10**9)
+    )
     for number in numbers[:100]:
         connection.respond(requests[number], OK)
         connection.send(requests[number], b"x" * 100, b"")
@@ -68,10 +80,15 @@ FRAMES_FOR_ALL = {
 }
 
 
-@pytest.mark.skipif(not http2.__file__.endswith(".py"), reason="compiled code has no lines to count")
+@pytest.mark.skipif(
+    not http2.__file__.endswith(".py"), reason="compiled code has no lines to count"
+)
 @pytest.mark.parametrize("received", FRAMES_FOR_ALL.values(), ids=FRAMES_FOR_ALL.keys())
 def test_frames_cost_the_same_beside_many_open_streams(received: bytes) -> None:
-    few, many = (count_steps(lambda made=made: receive(made, received)) for made in (waiting(300), waiting(6_000)))  # type: ignore[misc]
+    few, many = (
+        count_steps(lambda made=made: receive(made, received))  # type: ignore[misc]
+        for made in (waiting(300), waiting(6_000))
+    )
 
     assert few > 500
     assert many == few
@@ -118,9 +135,15 @@ FLOODS = {
     "calls that say nothing": lambda n: call(2 * n + 3, flags=http2.END_STREAM),
     "malformed requests": lambda n: headers(2 * n + 3, pairs=REQUEST[1:]),
     "we reset, by a window of nothing": lambda n: call(2 * n + 3) + window_update(2 * n + 3, 0),
-    "we reset, by a window too large": lambda n: call(2 * n + 3) + window_update(2 * n + 3, 2**31 - 1),
-    "we reset, by DATA after the end": lambda n: call(2 * n + 3, flags=http2.END_STREAM) + body(2 * n + 3, b"x"),
-    "we reset, by a priority of a wrong size": lambda n: call(2 * n + 3) + frame(http2.PRIORITY, 0, 2 * n + 3, b"x"),
+    "we reset, by a window too large": lambda n: (
+        call(2 * n + 3) + window_update(2 * n + 3, 2**31 - 1)
+    ),
+    "we reset, by DATA after the end": lambda n: (
+        call(2 * n + 3, flags=http2.END_STREAM) + body(2 * n + 3, b"x")
+    ),
+    "we reset, by a priority of a wrong size": lambda n: (
+        call(2 * n + 3) + frame(http2.PRIORITY, 0, 2 * n + 3, b"x")
+    ),
 }
 
 
@@ -142,9 +165,16 @@ def test_patience_comes_back_with_messages(answer: bytes | None) -> None:
     peer = Peer(Http2Limits(patience=50))
 
     for number in range(1, 2_000, 2):
-        asked = peer.receive(call(number, SINGLE), body(number, frame_message(b"a")), window_update(0, 1), answer=answer)
+        asked = peer.receive(
+            call(number, SINGLE),
+            body(number, frame_message(b"a")),
+            window_update(0, 1),
+            answer=answer,
+        )
         assert len(asked) == 1
-        peer.receive(frame(http2.RST_STREAM, 0, number, bytes(4)), frame(http2.PING, 0, 0, bytes(8)))
+        peer.receive(
+            frame(http2.RST_STREAM, 0, number, bytes(4)), frame(http2.PING, 0, 0, bytes(8))
+        )
 
     assert not peer.connection.ended
 
@@ -172,7 +202,12 @@ def count_messages(connection: Calls) -> list[int]:
 
 def test_turn_is_bounded_and_loses_nothing() -> None:
     limits = Http2Limits(work=64, patience=10**6)
-    received = HELLO + call() + frame(http2.PING, 0, 0, bytes(8)) * 1_000 + body(1, frame_message(b"a") * 1_000)
+    received = (
+        HELLO
+        + call()
+        + frame(http2.PING, 0, 0, bytes(8)) * 1_000
+        + body(1, frame_message(b"a") * 1_000)
+    )
     connection = Calls({b"/test.Service/Stream": False}, limits)
     connection.receive(received)
 
@@ -187,7 +222,10 @@ def test_turn_is_bounded_and_loses_nothing() -> None:
 def test_large_messages_take_a_turn_each() -> None:
     limits = Http2Limits(patience=10**6)
     large = frame_message(bytes(2**21))
-    start = [large[place : place + http2.MAX_FRAME] for place in range(0, len(large) - 1, http2.MAX_FRAME)]
+    start = [
+        large[place : place + http2.MAX_FRAME]
+        for place in range(0, len(large) - 1, http2.MAX_FRAME)
+    ]
     start[-1] = large[(len(start) - 1) * http2.MAX_FRAME : -1]
     connection = Calls({b"/test.Service/Stream": False}, limits)
     connection.receive(HELLO)
@@ -223,17 +261,27 @@ def test_oldest_answered_stream_left_open_is_reset() -> None:
     for stream in streams.values():
         connection.respond(stream, OK, end=True)
 
-    resets = [(number, payload) for kind, _, number, payload in sent(connection) if kind == http2.RST_STREAM]
+    resets = [
+        (number, payload)
+        for kind, _, number, payload in sent(connection)
+        if kind == http2.RST_STREAM
+    ]
     assert resets == [(number, bytes(4)) for number in range(1, 30, 2)]
     assert connection.streams == 5
-    receive(connection, frame(http2.DATA, http2.END_STREAM, 1, b"late") + frame(http2.DATA, http2.END_STREAM, 39, b"late"))
+    receive(
+        connection,
+        frame(http2.DATA, http2.END_STREAM, 1, b"late")
+        + frame(http2.DATA, http2.END_STREAM, 39, b"late"),
+    )
     assert not connection.ended
     assert connection.streams == 4
 
 
 def test_too_many_shut_windows_end_the_connection() -> None:
     pool = Pool()
-    connection, _, streams = opened(SHUT, *map(headers, range(1, 40, 2)), limits=Http2Limits(shut=10), pool=pool)
+    connection, _, streams = opened(
+        SHUT, *map(headers, range(1, 40, 2)), limits=Http2Limits(shut=10), pool=pool
+    )
 
     for stream in streams.values():
         connection.respond(stream, OK)
@@ -265,7 +313,9 @@ def test_endless_header_block_is_held_within_the_share() -> None:
     assert receive(whole, frame(http2.CONTINUATION, http2.END_HEADERS, 1))
     assert pool.used == 0
 
-    endless, _, _ = opened(headers(1, 0), frame(http2.CONTINUATION, 0, 1, bytes(16_000)) * 2, pool=pool)
+    endless, _, _ = opened(
+        headers(1, 0), frame(http2.CONTINUATION, 0, 1, bytes(16_000)) * 2, pool=pool
+    )
 
     assert endless.error is not None
     assert endless.error.code == ENHANCE_YOUR_CALM
@@ -317,8 +367,16 @@ BYTES = st.integers(0, 4_000).map(bytes)
 STREAM_NUMBERS = st.integers(0, 20).map(lambda number: 2 * number + 1)
 FRAMES = st.one_of(
     st.builds(headers, STREAM_NUMBERS, st.sampled_from([0, 1, 4, 5])),
-    st.builds(frame, st.just(http2.CONTINUATION), st.sampled_from([0, http2.END_HEADERS]), STREAM_NUMBERS, BYTES),
-    st.builds(frame, st.just(http2.DATA), st.sampled_from([0, http2.END_STREAM]), STREAM_NUMBERS, BYTES),
+    st.builds(
+        frame,
+        st.just(http2.CONTINUATION),
+        st.sampled_from([0, http2.END_HEADERS]),
+        STREAM_NUMBERS,
+        BYTES,
+    ),
+    st.builds(
+        frame, st.just(http2.DATA), st.sampled_from([0, http2.END_STREAM]), STREAM_NUMBERS, BYTES
+    ),
     st.builds(window_update, STREAM_NUMBERS | st.just(0), SIZES),
     st.lists(SIZES, max_size=5).map(lambda sizes: initial_window(*sizes)),
     st.builds(frame, st.just(http2.RST_STREAM), st.just(0), STREAM_NUMBERS, st.just(bytes(4))),
@@ -375,10 +433,22 @@ class HostilePeers(RuleBasedStateMachine):
         """A peer sends a frame on any stream."""
         self._receive(which, received)
 
-    @rule(which=st.integers(0, 1), size=st.integers(0, 3_000), end=st.booleans(), headers_alone=st.booleans(), data=st.data())
-    def answer(self, which: int, size: int, end: bool, headers_alone: bool, data: st.DataObject) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        size=st.integers(0, 3_000),
+        end=st.booleans(),
+        headers_alone=st.booleans(),
+        data=st.data(),
+    )
+    def answer(
+        self, which: int, size: int, end: bool, headers_alone: bool, data: st.DataObject
+    ) -> None:
         """The owner answers one of its streams."""
-        open_ones = [stream for stream in self.streams[which].values() if not stream.local_closed and stream.trailers is None]
+        open_ones = [
+            stream
+            for stream in self.streams[which].values()
+            if not stream.local_closed and stream.trailers is None
+        ]
         if not open_ones:
             return
         stream = data.draw(st.sampled_from(open_ones))
@@ -441,7 +511,9 @@ TestHostilePeers = pytest.mark.deep(HostilePeers.TestCase)
 def test_unknown_header_fields_count_as_work() -> None:
     limits = Http2Limits(work=100)
     new = [
-        headers(number, pairs=(*REQUEST, *((b"x-%d" % (number * 50 + each), b"") for each in range(50))))
+        headers(
+            number, pairs=(*REQUEST, *((b"x-%d" % (number * 50 + each), b"") for each in range(50)))
+        )
         for number in range(1, 60, 2)
     ]
     known = [headers(number) for number in range(1, 60, 2)]

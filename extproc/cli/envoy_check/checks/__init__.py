@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from extproc.cli.envoy_check.checks import answers, callers, clusters, detours, filters, late, limits, order, routes
+from extproc.cli.envoy_check.checks import (
+    answers,
+    callers,
+    clusters,
+    detours,
+    filters,
+    late,
+    limits,
+    order,
+    routes,
+)
 from extproc.cli.envoy_check.config import Guard
 from extproc.cli.envoy_check.findings import Finding
 

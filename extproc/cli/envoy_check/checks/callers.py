@@ -20,9 +20,16 @@ def check_address(guard: Guard) -> Iterator[Finding]:
     """If Envoy trusts X-Forwarded-For, a client can claim any address."""
     manager = guard.manager.place
     place = manager.get("use_remote_address")
-    if place.flag() or manager.get("original_ip_detection_extensions").is_there or not guard.needs.reads("ip:"):
+    if (
+        place.flag()
+        or manager.get("original_ip_detection_extensions").is_there
+        or not guard.needs.reads("ip:")
+    ):
         return
-    problem = "Envoy takes the client's address from X-Forwarded-For, so a client can choose its own ip:address"
+    problem = (
+        "Envoy takes the client's address from X-Forwarded-For, so a client can choose its "
+        "own ip:address"
+    )
     right = "use_remote_address: true, and behind a load balancer xff_num_trusted_hops"
     yield Finding("client-address", place, problem, right, hurts=guard.needs.known)
 
@@ -35,21 +42,39 @@ def check_caller_headers(guard: Guard) -> Iterator[Finding]:
     sent = {name: _matches_any(allowed, name) if allowed.is_there else True for name in wanted}
     kept_back = {name: _matches_any(withheld, name) for name in wanted}
     hidden = [name for name in wanted if sent[name] is False or kept_back[name]]
-    unknown = [name for name in wanted if name not in hidden and None in (sent[name], kept_back[name])]
+    unknown = [
+        name for name in wanted if name not in hidden and None in (sent[name], kept_back[name])
+    ]
     if unknown:
-        yield report_unknown(rules, f"whether these rules keep {' and '.join(unknown)} from Loopguard")
+        yield report_unknown(
+            rules, f"whether these rules keep {' and '.join(unknown)} from Loopguard"
+        )
     if hidden:
-        problem = f"Loopguard does not get {' and '.join(hidden)}, by which policies tell callers apart"
+        problem = (
+            f"Loopguard does not get {' and '.join(hidden)}, by which policies tell callers apart"
+        )
         yield Finding("caller-headers", rules, problem, "forward_rules that forward them, or none")
     if "authorization" not in wanted or guard.needs.reads("jwt:"):
         return
     for item in guard.manager.filters:
         if item == guard.filter:
             break
-        for name, provider in item.config.get("providers").entries() if item.is_a("jwt_authn.v3.JwtAuthentication") else ():
+        for name, provider in (
+            item.config.get("providers").entries()
+            if item.is_a("jwt_authn.v3.JwtAuthentication")
+            else ()
+        ):
             if not provider.get("forward").flag():
-                problem = f"provider {name} takes the token out of authorization, by which policies tell callers apart"
-                yield Finding("caller-headers", provider.get("forward"), problem, "forward: true, or jwt: limit keys")
+                problem = (
+                    f"provider {name} takes the token out of authorization, by which "
+                    "policies tell callers apart"
+                )
+                yield Finding(
+                    "caller-headers",
+                    provider.get("forward"),
+                    problem,
+                    "forward: true, or jwt: limit keys",
+                )
 
 
 def _matches_any(patterns: ConfigPlace, name: str) -> bool | None:
@@ -62,7 +87,11 @@ def _match(pattern: ConfigPlace, name: str) -> bool | None:
     for form, fits in _FORMS.items():
         if pattern.get(form).is_there:
             return fits(name, pattern.get(form).text().lower())
-    return matches(pattern.get("safe_regex", "regex").text(), name) if pattern.get("safe_regex").is_there else None
+    return (
+        matches(pattern.get("safe_regex", "regex").text(), name)
+        if pattern.get("safe_regex").is_there
+        else None
+    )
 
 
 _FORMS: Mapping[str, Callable[[str, str], bool]] = {
@@ -81,13 +110,26 @@ def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
     if _list_removed_headers(guard).issuperset(_MULTIPLIERS):
         return
     ranges = [item.get("address_prefix").text() for item in place.get("cidr_ranges").items()]
-    multiplies = "can make Envoy send one counted request many times, with x-envoy-retry-on and x-envoy-max-retries"
-    if ranges and not all(prefix == "0.0.0.0" for prefix in ranges):  # noqa: S104  # recognised, not bound
-        yield note("envoy-headers", place, f"a client in {', '.join(ranges)} {multiplies}", _NO_NETWORK)
+    multiplies = (
+        "can make Envoy send one counted request many times, with x-envoy-retry-on and "
+        "x-envoy-max-retries"
+    )
+    # Recognised, not bound
+    if ranges and not all(prefix == "0.0.0.0" for prefix in ranges):  # noqa: S104
+        yield note(
+            "envoy-headers", place, f"a client in {', '.join(ranges)} {multiplies}", _NO_NETWORK
+        )
     elif not place.is_there and version is None:
-        yield note("envoy-headers", place, f"before Envoy 1.36, a client in a private network {multiplies}", _NO_NETWORK)
+        yield note(
+            "envoy-headers",
+            place,
+            f"before Envoy 1.36, a client in a private network {multiplies}",
+            _NO_NETWORK,
+        )
     elif not ranges and (place.is_there or (version or _EXPLICIT) < _EXPLICIT):
-        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NO_NETWORK)
+        yield Finding(
+            "envoy-headers", place, f"a client in a private network {multiplies}", _NO_NETWORK
+        )
 
 
 def check_marks(guard: Guard) -> Iterator[Finding]:
@@ -95,7 +137,10 @@ def check_marks(guard: Guard) -> Iterator[Finding]:
     missing = [name for name in MARKS if name not in _list_removed_headers(guard)]
     if missing and not guard.observes:
         place = guard.manager.place.get("early_header_mutation_extensions")
-        problem = f"a client can send {' and '.join(missing)} itself, and the upstream cannot tell it from Loopguard's"
+        problem = (
+            f"a client can send {' and '.join(missing)} itself, and the upstream cannot "
+            "tell it from Loopguard's"
+        )
         removals = ", ".join(f"{{remove: {name}}}" for name in missing)
         right = f"envoy.http.early_header_mutation.header_mutation with mutations: [{removals}]"
         yield Finding("forged-marks", place, problem, right)

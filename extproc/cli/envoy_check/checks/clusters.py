@@ -22,10 +22,22 @@ def check_cluster(guard: Guard) -> Iterator[Finding]:
     if cluster is None:
         place = guard.filter.config.get("grpc_service", "envoy_grpc", "cluster_name")
         if guard.manager.resources.comes_later:
-            yield note("cluster", place, f"the cluster {guard.cluster!r} is not in this configuration, so it was not checked")
+            yield note(
+                "cluster",
+                place,
+                (
+                    f"the cluster {guard.cluster!r} is not in this configuration, so it was not "
+                    "checked"
+                ),
+            )
         else:
             yield Finding(
-                "cluster", place, f"there is no cluster {guard.cluster!r}: Envoy accepts that, and never asks Loopguard"
+                "cluster",
+                place,
+                (
+                    f"there is no cluster {guard.cluster!r}: Envoy accepts that, and never asks "
+                    "Loopguard"
+                ),
             )
         return
     members = [cluster]
@@ -38,8 +50,15 @@ def check_cluster(guard: Guard) -> Iterator[Finding]:
         yield from _check_breakers(member)
         health = member.get("health_checks")
         if not health.is_there:
-            problem = "Envoy keeps calling a Loopguard that drains or hangs until its connection fails"
-            yield note("health-checks", health, problem, "health_checks with grpc_health_check, every second")
+            problem = (
+                "Envoy keeps calling a Loopguard that drains or hangs until its connection fails"
+            )
+            yield note(
+                "health-checks",
+                health,
+                problem,
+                "health_checks with grpc_health_check, every second",
+            )
 
 
 def _check_protocol(cluster: ConfigPlace) -> Iterator[Finding]:
@@ -58,13 +77,23 @@ def _check_protocol(cluster: ConfigPlace) -> Iterator[Finding]:
 
 def _check_breakers(cluster: ConfigPlace) -> Iterator[Finding]:
     thresholds = cluster.get("circuit_breakers", "thresholds")
-    default = next((item for item in thresholds.items() if item.get("priority").text("DEFAULT") == "DEFAULT"), None)
+    default = next(
+        (item for item in thresholds.items() if item.get("priority").text("DEFAULT") == "DEFAULT"),
+        None,
+    )
     place = default.get("max_requests") if default is not None else thresholds
     allowed = place.number(_DEFAULT_REQUESTS)
     if allowed < _ENOUGH:
         yield Finding(
             "circuit-breakers",
             place,
-            f"Envoy skips Loopguard above {allowed:,.0f} concurrent requests, which include throttled ones while they are held",
-            "thresholds: [{max_requests: 1000000, max_pending_requests: 1000000, max_connections: 1000000}]",
+            (
+                f"Envoy skips Loopguard above {allowed:,.0f} concurrent requests, which include "
+                "throttled ones while they are held"
+            ),
+            (
+                "thresholds: [{max_requests: 1000000, max_pending_requests: 1000000, "
+                "max_connections: "
+                "1000000}]"
+            ),
         )

@@ -1,6 +1,7 @@
 """Ways for a request to bypass Loopguard, or to reach it in a form that no policy matches.
 
-Anything unknown, such as an expression that only RE2 understands, is reported as a note: it never counts as safe.
+Anything unknown, such as an expression that only RE2 understands, is reported as a note: it never
+    counts as safe.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from extproc.apis import API_NAMES, SAMPLES, read_path, write_header_regex
 from extproc.cli.envoy_check.config import Guard, Route, is_on, list_said, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note, report_unknown
-from extproc.cli.envoy_check.paths import ANYTHING, BELOW, PathPattern, find_share, list_methods, read_regex
+from extproc.cli.envoy_check.paths import (
+    ANYTHING,
+    BELOW,
+    PathPattern,
+    find_share,
+    list_methods,
+    read_regex,
+)
 from extproc.cli.envoy_check.selectors import share_upstream
 from extproc.policy.bundle import Selector
 
@@ -39,7 +47,11 @@ def check_other_routes(guard: Guard) -> Iterator[Finding]:
     for aim in [route.route for route in guard.guarded]:
         for route in others.get(aim.around[0].pointer, ()):
             answer, behind = route.pattern.includes(aim.pattern), route.number > aim.number
-            if answer is False or (behind and not aim.conditions) or list_methods(aim.match if behind else route.match):
+            if (
+                answer is False
+                or (behind and not aim.conditions)
+                or list_methods(aim.match if behind else route.match)
+            ):
                 continue
             yield _report_other_route(route, aim, certain=answer is True)
             if behind and answer and not route.conditions:
@@ -52,9 +64,16 @@ def _report_other_route(route: Route, aim: Route, *, certain: bool) -> Finding:
     conditions = aim.conditions if behind else route.conditions
     if not certain or route.chosen:
         what = route.place.get("match") if not route.chosen else route.around[0].get("matcher")
-        return report_unknown(what, f"whether {route.name!r} takes requests of the guarded route {aim.name!r}", [route.name])
+        return report_unknown(
+            what,
+            f"whether {route.name!r} takes requests of the guarded route {aim.name!r}",
+            [route.name],
+        )
     if behind:
-        problem = f"requests of {aim.name!r} for which {' and '.join(conditions)} does not hold take {route.name!r}, unguarded"
+        problem = (
+            f"requests of {aim.name!r} for which {' and '.join(conditions)} does not hold "
+            f"take {route.name!r}, unguarded"
+        )
         hurts = "runtime_fraction" in conditions
     else:
         problem = f"it takes requests of the guarded route {aim.name!r} before that"
@@ -68,11 +87,14 @@ def check_spellings(guard: Guard) -> Iterator[Finding]:
     selectors = [selector for _, selector in guard.needs.selectors]
     for route in guard.guarded:
         spellings = route.route.pattern.list_spellings()
-        if spellings and not all(any(_selects(each, path, route.name) for each in selectors) for path in spellings):
+        if spellings and not all(
+            any(_selects(each, path, route.name) for each in selectors) for path in spellings
+        ):
             place = route.route.match.get("case_sensitive")
             place = place if place.is_there else route.route.match
             problem = (
-                f"it also takes requests for {spellings[1]}, which no policy matches: policies tell upper case from lower case"
+                f"it also takes requests for {spellings[1]}, which no policy matches: "
+                "policies tell upper case from lower case"
             )
             right = "case_sensitive: true; or a policy that selects the route by its name"
             yield Finding("unmatched", place, problem, right, [route.name])
@@ -86,14 +108,19 @@ def check_path_parameters(guard: Guard) -> Iterator[Finding]:
     exact = not selectors or any(_list_paths(selector) for selector in selectors)
     if place.flag() and exact:
         problem = (
-            "Envoy takes /v1/chat;x=1 for /v1/chat, but policies do not: such requests are sent to Loopguard, and match none"
+            "Envoy takes /v1/chat;x=1 for /v1/chat, but policies do not: such requests are "
+            "sent to Loopguard, and match none"
         )
         yield Finding("unmatched", place, problem, "ignore_path_parameters_in_path_matching: false")
     elif not place.is_there and any(not route.is_answered_here for route in _list_unguarded(guard)):
         problem = (
-            "Envoy keeps ;x=1 in paths; an upstream that ignores it, as servlet containers do, sees another path than Envoy"
+            "Envoy keeps ;x=1 in paths; an upstream that ignores it, as servlet containers "
+            "do, sees another path than Envoy"
         )
-        right = "ignore_path_parameters_in_path_matching: false, if the upstream keeps it, too; else refuse such paths"
+        right = (
+            "ignore_path_parameters_in_path_matching: false, if the upstream keeps it, too; "
+            "else refuse such paths"
+        )
         yield note("path-parameters", place, problem, right)
 
 
@@ -107,14 +134,19 @@ def _selects(selector: Selector, path: str, route: str) -> bool:
         return route in selector.routes
     if selector.spans_apis():
         return read_path(path).api in selector.list_apis()
-    prefixes = [PathPattern(prefix, ANYTHING if prefix.endswith("/") else BELOW) for prefix in selector.list_prefixes()]
+    prefixes = [
+        PathPattern(prefix, ANYTHING if prefix.endswith("/") else BELOW)
+        for prefix in selector.list_prefixes()
+    ]
     return path == selector.pathExact or any(prefix.takes(path) for prefix in prefixes)
 
 
 def _list_paths(selector: Selector, *, every: bool = False) -> list[str]:
     """The selector's paths, by default those that a path parameter at the end would change."""
     paths = [selector.pathExact or "", *selector.list_prefixes()]
-    paths += [path for api in selector.list_apis() if selector.spans_apis() for path in SAMPLES[api]]
+    paths += [
+        path for api in selector.list_apis() if selector.spans_apis() for path in SAMPLES[api]
+    ]
     return [path for path in paths if path and (every or not path.endswith("/"))]
 
 
@@ -122,23 +154,41 @@ def check_matchers(guard: Guard) -> Iterator[Finding]:
     """A matcher around the filter may skip it."""
     places = [(guard.filter.matcher, [route.name for route in guard.guarded])]
     for route in guard.guarded:
-        places += [(said, [route.name]) for said in list_said(guard.filter, *route.route.levels)[:1]]
+        places += [
+            (said, [route.name]) for said in list_said(guard.filter, *route.route.levels)[:1]
+        ]
     for place, routes in places:
         if not any(inner.message()[0].endswith(".SkipFilter") for inner in place.walk()):
             continue
         sent = _list_matcher_inputs(place)
         if sent == [":path"] and _shows_apis(place):
-            others = [identity for identity, selector in guard.needs.selectors if selector.apis is None]
+            others = [
+                identity for identity, selector in guard.needs.selectors if selector.apis is None
+            ]
             if others:
-                problem = f"the matcher around {guard.filter.name} shows it only requests to model APIs, and policies select"
+                problem = (
+                    f"the matcher around {guard.filter.name} shows it only requests to "
+                    "model APIs, and policies select"
+                )
                 problem += f" others: {', '.join(others)}"
-                yield Finding("skipped", place, problem, "no matcher, and the routes of these policies guarded", routes)
+                yield Finding(
+                    "skipped",
+                    place,
+                    problem,
+                    "no matcher, and the routes of these policies guarded",
+                    routes,
+                )
         elif any(not name.startswith(":") for name in sent):
-            problem = f"the matcher around {guard.filter.name} can skip it: a client chooses {' and '.join(sent)}"
+            problem = (
+                f"the matcher around {guard.filter.name} can skip it: a client chooses "
+                f"{' and '.join(sent)}"
+            )
             yield Finding("skipped", place, problem, "no matcher that skips it", routes)
         else:
             told = f" by {' and '.join(sent)}" if sent else ""
-            yield report_unknown(place, f"which requests the matcher around {guard.filter.name} skips{told}", routes)
+            yield report_unknown(
+                place, f"which requests the matcher around {guard.filter.name} skips{told}", routes
+            )
 
 
 def _shows_apis(matcher: ConfigPlace) -> bool:
@@ -148,7 +198,10 @@ def _shows_apis(matcher: ConfigPlace) -> bool:
     if len(matchers) != 1 or xds.get("on_no_match").is_there:
         return False
     predicates = matchers[0].get("predicate", "not_matcher", "or_matcher", "predicate").items()
-    shown = {place.get("single_predicate", "value_match", "safe_regex", "regex").text() for place in predicates}
+    shown = {
+        place.get("single_predicate", "value_match", "safe_regex", "regex").text()
+        for place in predicates
+    }
     return shown >= {write_header_regex(name) for name in API_NAMES}
 
 
@@ -160,7 +213,12 @@ def _list_matcher_inputs(matcher: ConfigPlace) -> list[str]:
             found[place.get("header_name").text().lower()] = None
         elif kind.endswith(".HttpRequestQueryParamMatchInput"):
             found[f"?{place.get('query_param').text()}"] = None
-        found |= dict.fromkeys([item.get("name").text() for item in place.get("http_request_headers_match", "headers").items()])
+        found |= dict.fromkeys(
+            [
+                item.get("name").text()
+                for item in place.get("http_request_headers_match", "headers").items()
+            ]
+        )
     return list(found)
 
 
@@ -168,9 +226,16 @@ def check_aliases(guard: Guard) -> Iterator[Finding]:
     """An unguarded route may rewrite its path to a guarded one."""
     for route in _list_unguarded(guard):
         tunnel = route.match.get("connect_matcher")
-        same = [aim.route.name for aim in guard.guarded if tunnel.is_there and share_upstream(route, aim.route)]
+        same = [
+            aim.route.name
+            for aim in guard.guarded
+            if tunnel.is_there and share_upstream(route, aim.route)
+        ]
         if same:
-            problem = f"{route.name!r} opens tunnels to the guarded upstream: requests in them are not guarded"
+            problem = (
+                f"{route.name!r} opens tunnels to the guarded upstream: requests in them "
+                "are not guarded"
+            )
             yield Finding("alias", tunnel, problem, "no CONNECT to this cluster", same[:1])
         place, target = _find_target(route)
         if target is None:
@@ -184,10 +249,15 @@ def check_aliases(guard: Guard) -> Iterator[Finding]:
         certain = [name for answer, name in answers if answer]
         if certain:
             told = f" under {target.literal}" if target.literal else ""
-            problem = f"requests on {route.name!r} reach the upstream{told}, which is guarded, without Loopguard"
+            problem = (
+                f"requests on {route.name!r} reach the upstream{told}, which is guarded, "
+                "without Loopguard"
+            )
             yield Finding("alias", place, problem, _HERE, certain[:1])
         elif answers:
-            yield report_unknown(place, f"whether {route.name!r} turns its paths into guarded ones", [route.name])
+            yield report_unknown(
+                place, f"whether {route.name!r} turns its paths into guarded ones", [route.name]
+            )
 
 
 def _find_target(route: Route) -> tuple[ConfigPlace, PathPattern | None]:
@@ -195,7 +265,9 @@ def _find_target(route: Route) -> tuple[ConfigPlace, PathPattern | None]:
     action, own = route.place.get("route"), route.pattern
     place = action.get("prefix_rewrite")
     if place.text():
-        return place, PathPattern(place.text(), own.rest if own.rest in (ANYTHING, BELOW, None) else "")
+        return place, PathPattern(
+            place.text(), own.rest if own.rest in (ANYTHING, BELOW, None) else ""
+        )
     place = action.get("regex_rewrite")
     if place.is_there:
         regex = place.get("pattern", "regex").text()
@@ -219,7 +291,16 @@ def _read_prefix(parts: list[str]) -> PathPattern:
 def check_programs(guard: Guard) -> Iterator[Finding]:
     """Filters that run a program, or are delivered later, can do anything with a request."""
     for item in guard.manager.filters:
-        if item.is_a(*_PROGRAMS) and not mentions_loopguard(item) and any(is_on(item, route) for route in guard.manager.routes):
-            yield report_unknown(item.place, f"whether {item.name} chooses other routes, or answers guarded requests,")
+        if (
+            item.is_a(*_PROGRAMS)
+            and not mentions_loopguard(item)
+            and any(is_on(item, route) for route in guard.manager.routes)
+        ):
+            yield report_unknown(
+                item.place,
+                f"whether {item.name} chooses other routes, or answers guarded requests,",
+            )
         elif not item.kind and item.place.get("config_discovery").is_there:
-            yield report_unknown(item.place, f"{item.name}, whose configuration is delivered later (ECDS),")
+            yield report_unknown(
+                item.place, f"{item.name}, whose configuration is delivered later (ECDS),"
+            )

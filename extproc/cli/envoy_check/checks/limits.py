@@ -18,17 +18,26 @@ _DEFAULT_IDLE = 300.0
 
 
 def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
-    """A buffered body above the limit gets a 413. For HTTP/2 and HTTP/3, see `check_http2_window`."""
+    """A buffered body above the limit gets a 413.
+
+    For HTTP/2 and HTTP/3, see `check_http2_window`.
+    """
     if not _speaks_http1(guard):
         return
     listener = guard.manager.listener.get("per_connection_buffer_limit_bytes")
     for mode, hurts in (("BUFFERED", True), ("BUFFERED_PARTIAL", False)):
         small = [
-            route for route in guard.guarded if route.body_mode == mode and _find_limit(guard, route) < guard.needs.uploads
+            route
+            for route in guard.guarded
+            if route.body_mode == mode and _find_limit(guard, route) < guard.needs.uploads
         ]
         if small:
             limit = min(_find_limit(guard, route) for route in small)
-            outcome = "gets a 413 from Envoy, although it would pass on unguarded routes" if hurts else "passes uncounted"
+            outcome = (
+                "gets a 413 from Envoy, although it would pass on unguarded routes"
+                if hurts
+                else "passes uncounted"
+            )
             yield Finding(
                 "buffer-limit",
                 listener,
@@ -42,7 +51,10 @@ def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
 def _find_limit(guard: Guard, route: GuardedRoute) -> float:
     """The buffer limit of a route: the listener's, which a route or its host can only raise."""
     limit = guard.manager.listener.get("per_connection_buffer_limit_bytes").number(_DEFAULT_LIMIT)
-    return max(limit, *(level.get("request_body_buffer_limit").number(0) for level in route.route.levels[:2]))
+    return max(
+        limit,
+        *(level.get("request_body_buffer_limit").number(0) for level in route.route.levels[:2]),
+    )
 
 
 def _is_quic(guard: Guard) -> bool:
@@ -50,15 +62,23 @@ def _is_quic(guard: Guard) -> bool:
 
 
 def _speaks_http1(guard: Guard) -> bool:
-    return guard.manager.place.get("codec_type").text("AUTO") in ("AUTO", "HTTP1") and not _is_quic(guard)
+    return guard.manager.place.get("codec_type").text("AUTO") in ("AUTO", "HTTP1") and not _is_quic(
+        guard
+    )
 
 
 def _find_window(guard: Guard) -> ConfigPlace | None:
     """The setting of the stream window; None for HTTP/1 alone. The listener has that of HTTP/3."""
     manager, name = guard.manager, "initial_stream_window_size"
     if _is_quic(guard):
-        return manager.listener.get("udp_listener_config", "quic_options", "quic_protocol_options", name)
-    return None if manager.place.get("codec_type").text() == "HTTP1" else manager.place.get("http2_protocol_options", name)
+        return manager.listener.get(
+            "udp_listener_config", "quic_options", "quic_protocol_options", name
+        )
+    return (
+        None
+        if manager.place.get("codec_type").text() == "HTTP1"
+        else manager.place.get("http2_protocol_options", name)
+    )
 
 
 def check_http2_window(guard: Guard) -> Iterator[Finding]:
@@ -67,14 +87,25 @@ def check_http2_window(guard: Guard) -> Iterator[Finding]:
     buffered = [route.name for route in guard.guarded if route.body_mode == "BUFFERED"]
     if not buffered or window is None:
         return
-    version, options = (3, "quic_protocol_options") if _is_quic(guard) else (2, "http2_protocol_options")
-    right = f"{options}: {{initial_stream_window_size: {guard.needs.uploads}, max_concurrent_streams: 100}}"
+    version, options = (
+        (3, "quic_protocol_options") if _is_quic(guard) else (2, "http2_protocol_options")
+    )
+    right = (
+        f"{options}: {{initial_stream_window_size: {guard.needs.uploads}, "
+        f"max_concurrent_streams: 100}}"
+    )
     limit = window.number(_DEFAULT_WINDOW)
     if limit < guard.needs.uploads:
-        problem = f"an HTTP/{version} body above {limit:,.0f} bytes gets a 413 from Envoy: the stream's window is the limit"
+        problem = (
+            f"an HTTP/{version} body above {limit:,.0f} bytes gets a 413 from Envoy: the "
+            "stream's window is the limit"
+        )
         yield Finding("http2-window", window, problem, right, buffered)
     elif not window.is_there and not _is_quic(guard):
-        problem = "each stream of HTTP/2 may buffer as much as Envoy's default window: 16 MiB, in older ones 256 MiB"
+        problem = (
+            "each stream of HTTP/2 may buffer as much as Envoy's default window: 16 MiB, in "
+            "older ones 256 MiB"
+        )
         yield note("http2-window", window, problem, right)
 
 
@@ -88,15 +119,33 @@ def check_told_limit(guard: Guard) -> Iterator[Finding]:
     limits += [window.number(_DEFAULT_WINDOW)] if window is not None else []
     limit = int(min(limits))
     place = guard.filter.config.get("grpc_service", "initial_metadata")
-    told = [item.get("value").text() for item in place.items() if item.get("key").text() == BUFFER_LIMIT_METADATA]
+    told = [
+        item.get("value").text()
+        for item in place.items()
+        if item.get("key").text() == BUFFER_LIMIT_METADATA
+    ]
     known = int(told[0]) if told and told[0].isdigit() else SMALLEST_LIMIT
     right = f'initial_metadata: [{{key: {BUFFER_LIMIT_METADATA}, value: "{limit}"}}]'
     if known > limit:
-        problem = f"Envoy cuts bodies off above {limit:,} bytes, but Loopguard takes bodies up to {known:,} bytes as complete"
-        yield Finding("told-limit", place, f"{problem}: different requests look equal", right, names)
+        problem = (
+            f"Envoy cuts bodies off above {limit:,} bytes, but Loopguard takes bodies up to "
+            f"{known:,} bytes as complete"
+        )
+        yield Finding(
+            "told-limit", place, f"{problem}: different requests look equal", right, names
+        )
     elif not told and known < limit:
-        problem = f"a body above {known:,} bytes that comes without its length and ends in trailers is not counted"
-        yield note("told-limit", place, f"{problem} (`body_truncated`): an HTTP/2 client can send one", right, names)
+        problem = (
+            f"a body above {known:,} bytes that comes without its length and ends in "
+            "trailers is not counted"
+        )
+        yield note(
+            "told-limit",
+            place,
+            f"{problem} (`body_truncated`): an HTTP/2 client can send one",
+            right,
+            names,
+        )
 
 
 def check_request_timeout(guard: Guard) -> Iterator[Finding]:
@@ -106,14 +155,31 @@ def check_request_timeout(guard: Guard) -> Iterator[Finding]:
     if guard.observes:
         return
     if 0 < timeout < guard.needs.hold:
-        problem = f"a throttled request is held for up to {guard.needs.hold:g} s, but Envoy answers 408 after {timeout:g} s"
-        yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, guard.needs.hold + 1):g}s")
+        problem = (
+            f"a throttled request is held for up to {guard.needs.hold:g} s, but Envoy "
+            f"answers 408 after {timeout:g} s"
+        )
+        yield Finding(
+            "request-timeout",
+            place,
+            problem,
+            f"request_timeout: {max(60, guard.needs.hold + 1):g}s",
+        )
     for route in guard.guarded if not timeout else ():
         idle, name = _find_idle(guard, route), "max_stream_duration"
-        ends = (route.route.place.get("route", name, name), guard.manager.place.get("common_http_protocol_options", name))
+        ends = (
+            route.route.place.get("route", name, name),
+            guard.manager.place.get("common_http_protocol_options", name),
+        )
         if not idle.seconds(_DEFAULT_IDLE) and not any(place.seconds(0) for place in ends):
             problem = "a stalled upload stays buffered, and open in Loopguard, without a limit"
-            yield Finding("request-timeout", idle, problem, "idle_timeout: 300s in the route's action", [route.name])
+            yield Finding(
+                "request-timeout",
+                idle,
+                problem,
+                "idle_timeout: 300s in the route's action",
+                [route.name],
+            )
 
 
 def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
@@ -128,15 +194,31 @@ def check_idle_timeout(guard: Guard) -> Iterator[Finding]:
         timeout = nearest.seconds(_DEFAULT_IDLE)
         if 0 < timeout < guard.needs.hold and not guard.observes:
             problem = (
-                f"a throttled request is held for up to {guard.needs.hold:g} s, but ends after {timeout:g} s without activity"
+                f"a throttled request is held for up to {guard.needs.hold:g} s, but ends "
+                f"after {timeout:g} s without activity"
             )
-            yield Finding("idle-timeout", nearest, problem, f"at least {guard.needs.hold + 1:g}s", [route.name])
+            yield Finding(
+                "idle-timeout",
+                nearest,
+                problem,
+                f"at least {guard.needs.hold + 1:g}s",
+                [route.name],
+            )
 
 
 def check_expect(guard: Guard) -> Iterator[Finding]:
     """An upstream that gets the headers after the body cannot answer `Expect: 100-continue`."""
     place = guard.manager.place.get("proxy_100_continue")
-    waiting = [route.name for route in guard.guarded if route.body_mode.startswith(("BUFFERED", "FULL_DUPLEX"))]
+    waiting = [
+        route.name
+        for route in guard.guarded
+        if route.body_mode.startswith(("BUFFERED", "FULL_DUPLEX"))
+    ]
     if place.flag() and waiting and not guard.observes:
-        problem = "a client that sends Expect: 100-continue waits: the upstream should answer, but sees nothing before the body"
-        yield note("expect", place, problem, "proxy_100_continue: false, so that Envoy answers", waiting)
+        problem = (
+            "a client that sends Expect: 100-continue waits: the upstream should answer, "
+            "but sees nothing before the body"
+        )
+        yield note(
+            "expect", place, problem, "proxy_100_continue: false, so that Envoy answers", waiting
+        )

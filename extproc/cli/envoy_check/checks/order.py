@@ -1,7 +1,7 @@
 """Checks other filters, which may refuse or change requests that Loopguard has counted, and mirrored requests.
 
-A filter that refuses requests belongs before Loopguard, which otherwise counts requests that never reach an upstream, and
-under identities that were not verified.
+A filter that refuses requests belongs before Loopguard, which otherwise counts requests that never
+reach an upstream, and under identities that were not verified.
 """
 
 from __future__ import annotations
@@ -48,22 +48,35 @@ def check_refusals(guard: Guard) -> Iterator[Finding]:
             continue
         right = f"{item.name} before {guard.filter.name}"
         if guard.filter.is_of_envoy_gateway:
-            kind = item.name.partition("/")[0]  # filterOrder takes the first part of a filter's name
-            right = f"spec.filterOrder of the EnvoyProxy: [{{name: envoy.filters.http.ext_proc, after: {kind}}}]"
+            kind = item.name.partition("/")[
+                0
+            ]  # filterOrder takes the first part of a filter's name
+            right = (
+                f"spec.filterOrder of the EnvoyProxy: [{{name: envoy.filters.http.ext_proc, "
+                f"after: {kind}}}]"
+            )
         if item.is_a(*_AUTHENTICATION):
             problem = (
-                f"{item.name} runs after Loopguard: requests that it refuses are counted, so a stranger who names a caller can "
+                f"{item.name} runs after Loopguard: requests that it refuses are counted, so a "
+                "stranger who names a caller can "
                 "have that caller refused"
             )
             yield Finding("late-refusal", item.place, problem, right, routes)
         elif item.is_a(*_RATE_LIMITS):
             problem = (
-                f"{item.name} runs after Loopguard: retries of requests that it refuses count as a loop, except with "
+                f"{item.name} runs after Loopguard: retries of requests that it refuses count as "
+                "a loop, except with "
                 '"count_failed": false'
             )
             yield Finding("late-refusal", item.place, problem, right, routes)
         elif item.is_a("lua.v3.Lua") and ":respond(" in json.dumps(item.config.value):
-            yield note("late-refusal", item.place, f"{item.name} may answer requests that Loopguard has counted", right, routes)
+            yield note(
+                "late-refusal",
+                item.place,
+                f"{item.name} may answer requests that Loopguard has counted",
+                right,
+                routes,
+            )
         elif item.is_a("ext_proc.v3.ExternalProcessor") and not mentions_loopguard(item):
             problem = f"{item.name} may refuse or change requests that Loopguard has counted"
             yield note("late-refusal", item.place, problem, right, routes)
@@ -80,7 +93,10 @@ def _acts(item: HttpFilter, route: Route) -> bool:
     if item.is_a("local_ratelimit.v3.LocalRateLimit"):
         return any(place.get("token_bucket").is_there for place in (item.config, *said))
     if item.is_a("ratelimit.v3.RateLimit"):
-        return any(place.get("rate_limits").is_there for place in (item.config, route.place.get("route"), *route.around, *said))
+        return any(
+            place.get("rate_limits").is_there
+            for place in (item.config, route.place.get("route"), *route.around, *said)
+        )
     if item.is_a("jwt_authn.v3.JwtAuthentication"):
         return any(rule.get("requires").is_there for rule in item.config.get("rules").items())
     return True
@@ -94,13 +110,27 @@ def check_tokens(guard: Guard) -> Iterator[Finding]:
         rules = item.config.get("rules")
         if not item.is_a("jwt_authn.v3.JwtAuthentication") or not rules.is_there:
             continue
-        verified = {route.name: _is_verified(item, route) for route in guard.guarded if is_on(item, route.route)}
-        bare, unknown = [[name for name, answer in verified.items() if answer is known] for known in (False, None)]
+        verified = {
+            route.name: _is_verified(item, route)
+            for route in guard.guarded
+            if is_on(item, route.route)
+        }
+        bare, unknown = [
+            [name for name, answer in verified.items() if answer is known]
+            for known in (False, None)
+        ]
         if unknown:
-            yield report_unknown(rules, f"whether {item.name} verifies tokens on this route", unknown)
+            yield report_unknown(
+                rules, f"whether {item.name} verifies tokens on this route", unknown
+            )
         if bare:
-            problem = f"no rule of {item.name} verifies tokens on this route: jwt: keys are always missing"
-            yield Finding("jwt", rules, problem, "a rule whose match covers the route, with requires", bare)
+            problem = (
+                f"no rule of {item.name} verifies tokens on this route: jwt: keys are "
+                "always missing"
+            )
+            yield Finding(
+                "jwt", rules, problem, "a rule whose match covers the route, with requires", bare
+            )
 
 
 def _is_verified(item: HttpFilter, route: GuardedRoute) -> bool | None:
@@ -126,15 +156,27 @@ def check_weighted_clusters(guard: Guard) -> Iterator[Finding]:
             place = cluster.get("typed_per_filter_config").entry(guard.filter.name)
             inner = Route(cluster, route.route.levels[:2], route.route.number)
             if not is_on(guard.filter, inner, route.route.levels):
-                problem = f"requests that go to the cluster {cluster.get('name').text()!r} do not reach Loopguard"
-                yield Finding("unguarded", place, problem, "the same setting as the route's, or none", [route.name])
+                problem = (
+                    f"requests that go to the cluster {cluster.get('name').text()!r} do not "
+                    "reach Loopguard"
+                )
+                yield Finding(
+                    "unguarded",
+                    place,
+                    problem,
+                    "the same setting as the route's, or none",
+                    [route.name],
+                )
 
 
 def check_mirrors(guard: Guard) -> Iterator[Finding]:
     """A mirrored request may reach Loopguard through a second gateway."""
     for route in guard.guarded:
         if place := find_mirrors(route.route):
-            problem = "Envoy sends copies of requests to another cluster: behind a second Loopguard, they count again"
+            problem = (
+                "Envoy sends copies of requests to another cluster: behind a second "
+                "Loopguard, they count again"
+            )
             yield note("mirrors", place, problem, "no ext_proc for the copies there", [route.name])
 
 
@@ -142,11 +184,20 @@ def check_buffer(guard: Guard) -> Iterator[Finding]:
     """The buffer filter has a limit of its own."""
     for item in guard.manager.filters:
         place = item.config.get("max_request_bytes")
-        if item.is_a("buffer.v3.Buffer") and place.number(guard.needs.uploads) < guard.needs.uploads:
+        if (
+            item.is_a("buffer.v3.Buffer")
+            and place.number(guard.needs.uploads) < guard.needs.uploads
+        ):
             routes = [route.name for route in guard.guarded if is_on(item, route.route)]
             if routes:
                 problem = f"a body above {place.number(0):,.0f} bytes gets a 413 from {item.name}"
-                yield note("buffer-limit", place, problem, f"max_request_bytes: {guard.needs.uploads}", routes)
+                yield note(
+                    "buffer-limit",
+                    place,
+                    problem,
+                    f"max_request_bytes: {guard.needs.uploads}",
+                    routes,
+                )
 
 
 def check_services(guard: Guard) -> Iterator[Finding]:
@@ -159,7 +210,17 @@ def check_services(guard: Guard) -> Iterator[Finding]:
             if not name or name == guard.cluster:
                 continue
             if name not in clusters and not guard.manager.resources.comes_later:
-                problem = f"there is no cluster {name!r}: Envoy accepts that, and never asks Loopguard on this route"
-                yield Finding("cluster", place, problem, "the filter's cluster, or none here", [route.name])
+                problem = (
+                    f"there is no cluster {name!r}: Envoy accepts that, and never asks "
+                    "Loopguard on this route"
+                )
+                yield Finding(
+                    "cluster", place, problem, "the filter's cluster, or none here", [route.name]
+                )
             elif "loopguard" not in name.lower():
-                yield note("cluster", place, f"this route asks {name!r} in place of {guard.cluster!r}", routes=[route.name])
+                yield note(
+                    "cluster",
+                    place,
+                    f"this route asks {name!r} in place of {guard.cluster!r}",
+                    routes=[route.name],
+                )

@@ -51,7 +51,11 @@ def drivers() -> Iterator[Callable[[str], Driver]]:
 
         @cache
         def start(name: str) -> Driver:
-            url = stack.enter_context(contextmanager(SERVERS[name])()) if name in SERVERS else f"{name}://"
+            url = (
+                stack.enter_context(contextmanager(SERVERS[name])())
+                if name in SERVERS
+                else f"{name}://"
+            )
             return stack.enter_context(Driver(url))
 
         yield start

@@ -60,7 +60,10 @@ def test_simultaneous_requests_never_take_too_much(store: Driver) -> None:
 
     async def crowd() -> list[Any]:
         async def one() -> Any:  # noqa: ANN401  # answers
-            asked: list[Any] = [replace(hit, key=store.key(hit)), *[replace(take, key=store.name(take.key)) for take in takes]]
+            asked: list[Any] = [
+                replace(hit, key=store.key(hit)),
+                *[replace(take, key=store.name(take.key)) for take in takes],
+            ]
             return await store.later(lambda on: on.hit(asked, NOON))
 
         return await asyncio.gather(*[one() for _ in range(200)])
@@ -77,22 +80,33 @@ def test_simultaneous_requests_never_take_too_much(store: Driver) -> None:
 def test_settlements_with_and_without_markers_go_together(store: Driver) -> None:
     bucket, period, breaker = make_bucket(9), make_period(9), make_breaker(9)
     ask_store(store, [bucket, period, breaker], NOON)
-    settlements = [bucket.settle(2, NOON, "a"), period.settle(3, NOON), breaker.settle(4, NOON, "b")]
+    settlements = [
+        bucket.settle(2, NOON, "a"),
+        period.settle(3, NOON),
+        breaker.settle(4, NOON, "b"),
+    ]
 
     first = ask_store(store, settlements, NOON)
     again = ask_store(store, settlements, NOON)
 
     assert [answer.granted for answer in first] == [True, True, True]
     assert [answer.granted for answer in again] == [False, True, False]
-    assert [taken.left for taken in ask_store(store, [make_bucket(0), make_period(0), make_breaker(0)], NOON)] == [3, 7, 5]
+    assert [
+        taken.left
+        for taken in ask_store(store, [make_bucket(0), make_period(0), make_breaker(0)], NOON)
+    ] == [3, 7, 5]
 
 
 @pytest.mark.parametrize("name", ["memory", "cluster"])
-def test_what_one_rule_refuses_costs_no_other_rule(drivers: Callable[[str], Driver], name: str) -> None:
+def test_what_one_rule_refuses_costs_no_other_rule(
+    drivers: Callable[[str], Driver], name: str
+) -> None:
     """Also on a cluster, where the rules of one request are in different slots: what the others took comes back."""
     store = drivers(name).fresh()
     rules = [bucket(0.001, 2, name="caller"), bucket(0.001, 1, name="team", keys=["header:x-team"])]
-    service = make_service(limited(*rules, identity=store.name("").replace(":", "-")), store=store.store)
+    service = make_service(
+        limited(*rules, identity=store.name("").replace(":", "-")), store=store.store
+    )
 
     async def send(key: str, team: str) -> str:
         stream = Stream(service)
@@ -107,7 +121,10 @@ def test_what_one_rule_refuses_costs_no_other_rule(drivers: Callable[[str], Driv
         return refused(decoded(answer))
 
     first = [store.run(send("greedy", f"used-{number}")) for number in range(2)]
-    teams = [(store.run(send("greedy", f"{number}")), store.run(send(f"new-{number}", f"{number}"))) for number in range(20)]
+    teams = [
+        (store.run(send("greedy", f"{number}")), store.run(send(f"new-{number}", f"{number}")))
+        for number in range(20)
+    ]
 
     assert first == ["", ""]
     assert teams == [("token_bucket_exceeded", "")] * 20

@@ -14,13 +14,18 @@ from tests.support.servers import Driver
 from tests.support.windows import make_push
 
 
-@given(steps=STEPS, ttl=st.sampled_from([3_600_000, 400_000, 60_000]), most=st.sampled_from([2**26, 3_000]))
+@given(
+    steps=STEPS,
+    ttl=st.sampled_from([3_600_000, 400_000, 60_000]),
+    most=st.sampled_from([2**26, 3_000]),
+)
 def test_a_store_follows_conversations_as_the_definition_does(
     opened: Driver, steps: list[tuple[Sent, int]], ttl: int, most: int
 ) -> None:
     """For any requests, on a clock that may be set back, every store answers the same, and drops the same.
 
-    The clock of memory is monotonic: set back, it would miss what it has swept away, which depends on the values in front.
+    The clock of memory is monotonic: set back, it would miss what it has swept away, which depends
+        on the values in front.
     """
     store, model, now = opened.fresh(), Model(), 10_000_000
     monotonic = isinstance(opened.store, MemoryStore)
@@ -36,7 +41,9 @@ def test_a_conversation_is_followed(store: Driver) -> None:
     shown: tuple[str, ...] = ()
     for number in range(40):
         trail = ask_store(store, make_link(Sent("u", shown, f"e{number}")), 1_000 + number)
-        assert trail.entries == [f"e{place}".encode() for place in range(1, number + 1)][-MAX_ENTRIES:]
+        assert (
+            trail.entries == [f"e{place}".encode() for place in range(1, number + 1)][-MAX_ENTRIES:]
+        )
         assert trail.whole
         shown = (*shown, f"a{number}")
 
@@ -54,7 +61,10 @@ def test_a_node_without_conversations_lasts_two_minutes(store: Driver) -> None:
 
 
 def test_chains_and_rings_are_asked_together(store: Driver) -> None:
-    links = [make_link(Sent(f"u{number}", ("a",), f"e{number}"), tenant=f"{number:02x}") for number in range(20)]
+    links = [
+        make_link(Sent(f"u{number}", ("a",), f"e{number}"), tenant=f"{number:02x}")
+        for number in range(20)
+    ]
     pushes: list[AnyPush] = [make_push("r")._replace(key=store.key(make_push("r"))), *links]
 
     ring, *trails = store.settled(lambda on: on.push(pushes, 5))
@@ -73,9 +83,17 @@ def make_fork(shown: list[str], entry: bytes, fresh: bytes) -> ChainLink:
 
 
 @given(
-    asked=st.lists(st.tuples(st.lists(st.sampled_from(NODES), max_size=4), st.sampled_from(ENTRIES), st.integers(0, 90_000)))
+    asked=st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(NODES), max_size=4),
+            st.sampled_from(ENTRIES),
+            st.integers(0, 90_000),
+        )
+    )
 )
-def test_a_store_names_forks_as_the_definition_does(opened: Driver, asked: list[tuple[list[str], bytes, int]]) -> None:
+def test_a_store_names_forks_as_the_definition_does(
+    opened: Driver, asked: list[tuple[list[str], bytes, int]]
+) -> None:
     store, model, now = opened.fresh(), Model(), 10_000_000
 
     for number, (shown, entry, gap) in enumerate(asked, 1):
@@ -86,7 +104,9 @@ def test_a_store_names_forks_as_the_definition_does(opened: Driver, asked: list[
 
 def test_each_fork_has_a_name_of_its_own(store: Driver) -> None:
     begun = ask_store(store, make_fork([], b"", b"N" * 8), 1).name
-    names = [ask_store(store, make_fork(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2]
+    names = [
+        ask_store(store, make_fork(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2
+    ]
 
     assert begun == b"N" * 8
     assert names[:3] == [begun, *ENTRIES[2:4]]

@@ -8,7 +8,14 @@ import pytest
 
 from extproc.errors import StoreError
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import BOARDS, KINDS, MAX_DOCUMENT, MAX_ORDER, MAX_REPLICAS, ORDERS
+from extproc.store.rules.documents import (
+    BOARDS,
+    KINDS,
+    MAX_DOCUMENT,
+    MAX_ORDER,
+    MAX_REPLICAS,
+    ORDERS,
+)
 from tests.support.servers import Driver
 
 
@@ -24,14 +31,37 @@ class Published(NamedTuple):
 ON_BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
     "none": ([], 1_000, {}),
     "one": ([Published(1_000, "a", b"\x00\xff\r\n", 60)], 1_000, {"a": b"\x00\xff\r\n"}),
-    "two": ([Published(1_000, "a", b"x", 60), Published(1_001, "b", b"", 60)], 1_002, {"a": b"x", "b": b""}),
-    "the last word counts": ([Published(1_000, "a", b"x", 60), Published(1_001, "a", b"y", 60)], 1_002, {"a": b"y"}),
+    "two": (
+        [Published(1_000, "a", b"x", 60), Published(1_001, "b", b"", 60)],
+        1_002,
+        {"a": b"x", "b": b""},
+    ),
+    "the last word counts": (
+        [Published(1_000, "a", b"x", 60), Published(1_001, "a", b"y", 60)],
+        1_002,
+        {"a": b"y"},
+    ),
     "to the last millisecond": ([Published(1_000, "a", b"x", 60)], 60_999, {"a": b"x"}),
-    "forgotten": ([Published(1_000, "a", b"x", 60), Published(2_000, "b", b"y", 60)], 61_000, {"b": b"y"}),
-    "kept by the next word": ([Published(1_000, "a", b"x", 60), Published(2_000, "a", b"y", 60)], 61_000, {"a": b"y"}),
-    "a longer word first": ([Published(1_000, "a", b"x", 90), Published(2_000, "b", b"y", 60)], 62_000, {"a": b"x"}),
+    "forgotten": (
+        [Published(1_000, "a", b"x", 60), Published(2_000, "b", b"y", 60)],
+        61_000,
+        {"b": b"y"},
+    ),
+    "kept by the next word": (
+        [Published(1_000, "a", b"x", 60), Published(2_000, "a", b"y", 60)],
+        61_000,
+        {"a": b"y"},
+    ),
+    "a longer word first": (
+        [Published(1_000, "a", b"x", 90), Published(2_000, "b", b"y", 60)],
+        62_000,
+        {"a": b"x"},
+    ),
     "the one that expires first makes room": (
-        [Published(1_000, str(number), b"x", 60 + number) for number in range(MAX_REPLICAS, -1, -1)],
+        [
+            Published(1_000, str(number), b"x", 60 + number)
+            for number in range(MAX_REPLICAS, -1, -1)
+        ],
         1_000,
         {str(number): b"x" for number in range(MAX_REPLICAS + 1) if number != 1},
     ),
@@ -48,7 +78,11 @@ ON_BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
 def test_a_board_in_every_store(store: Driver, case: str) -> None:
     steps, now, expected = ON_BOARDS[case]
     for moment, replica, document, seconds in steps:
-        store.run(store.store.documents.put(BOARDS, store.name("board"), replica, document, seconds, moment))
+        store.run(
+            store.store.documents.put(
+                BOARDS, store.name("board"), replica, document, seconds, moment
+            )
+        )
 
     assert store.read(BOARDS, store.name("board"), now) == expected
     assert store.read(BOARDS, store.name("another"), now) == {}
@@ -65,7 +99,11 @@ def test_documents_have_a_clock_of_their_own(store: Driver, kind: str) -> None:
 @pytest.mark.parametrize(("name", "more"), [("a", 1), ("", 0), ("a" * 256, 0), ("\u00e9" * 128, 0)])
 def test_what_is_too_long_is_refused(store: Driver, kind: str, name: str, more: int) -> None:
     with pytest.raises(StoreError) as error:
-        store.run(store.store.documents.put(kind, store.name("subject"), name, bytes(KINDS[kind].max_bytes + more), 60))
+        store.run(
+            store.store.documents.put(
+                kind, store.name("subject"), name, bytes(KINDS[kind].max_bytes + more), 60
+            )
+        )
 
     assert error.value.kind == "too_large"
     assert store.read(kind, store.name("subject")) == {}
@@ -85,8 +123,16 @@ BOOKS: dict[str, tuple[list[Ordered], int, dict[str, bytes]]] = {
     "one": ([Ordered(1_000, "a", b"\x00\xff\r\n")], 1_000, {"a": b"\x00\xff\r\n"}),
     "two": ([Ordered(1_000, "a"), Ordered(1_001, "b", b"")], 1_002, {"a": b"x", "b": b""}),
     "the last word counts": ([Ordered(1_000, "a"), Ordered(1_001, "a", b"y")], 1_002, {"a": b"y"}),
-    "taken back": ([Ordered(1_000, "a"), Ordered(1_000, "b"), Ordered(1_001, "a", None)], 1_002, {"b": b"x"}),
-    "taken back and given again": ([Ordered(1_000, "a"), Ordered(1_001, "a", None), Ordered(1_002, "a")], 1_003, {"a": b"x"}),
+    "taken back": (
+        [Ordered(1_000, "a"), Ordered(1_000, "b"), Ordered(1_001, "a", None)],
+        1_002,
+        {"b": b"x"},
+    ),
+    "taken back and given again": (
+        [Ordered(1_000, "a"), Ordered(1_001, "a", None), Ordered(1_002, "a")],
+        1_003,
+        {"a": b"x"},
+    ),
     "to the last millisecond": ([Ordered(1_000, "a")], 60_999, {"a": b"x"}),
     "ended": ([Ordered(1_000, "a"), Ordered(2_000, "b")], 61_000, {"b": b"x"}),
     "shortened": ([Ordered(1_000, "a"), Ordered(2_000, "a", b"y", 1)], 3_000, {}),
@@ -102,13 +148,20 @@ def test_orders_in_every_store(store: Driver, case: str) -> None:
         if document is None:
             assert store.run(store.store.documents.drop(ORDERS, store.name("book"), name, moment))
         else:
-            store.run(store.store.documents.put(ORDERS, store.name("book"), name, document, seconds, moment))
+            store.run(
+                store.store.documents.put(
+                    ORDERS, store.name("book"), name, document, seconds, moment
+                )
+            )
 
     found = store.run(store.store.documents.read(ORDERS, store.name("book"), "never", now))
 
     assert found is not None
     assert found.documents == expected
-    assert store.run(store.store.documents.read(ORDERS, store.name("book"), found.version, now)) is None
+    assert (
+        store.run(store.store.documents.read(ORDERS, store.name("book"), found.version, now))
+        is None
+    )
     assert store.run(store.store.documents.read(ORDERS, store.name("another"), "", now)) is None
 
 
@@ -141,7 +194,11 @@ def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     store.run(store.store.documents.put(ORDERS, book, "more", b"x", 60, 61_000))
 
     assert error.value.kind == "full"
-    assert sorted(store.read(ORDERS, book, 61_000).items()) == [("1", b"x"), ("2", b"y"), ("more", b"x")]
+    assert sorted(store.read(ORDERS, book, 61_000).items()) == [
+        ("1", b"x"),
+        ("2", b"y"),
+        ("more", b"x"),
+    ]
 
 
 def test_thousands_of_orders_are_read_whole(store: Driver) -> None:

@@ -28,7 +28,9 @@ from tests.support.windows import WINDOW_TYPES, make_hit, make_push
 _DIGITS = ("00", "55", "aa")
 """The ends of three callers' keys, which a cluster has on three primaries."""
 
-_LIMITS = limit(steps=6, tool_calls=9, cost=60, threshold=3, window=5, blocks=3, errors=2, max_sessions=1)
+_LIMITS = limit(
+    steps=6, tool_calls=9, cost=60, threshold=3, window=5, blocks=3, errors=2, max_sessions=1
+)
 _AGENTS = AgentLimits(depth=2, agents=3, concurrent=2)
 _ROOT_MS = 10**9
 """Longer than any example lasts, because a server forgets roots by its own clock."""
@@ -44,9 +46,13 @@ class _Player:
         self._open: list[Any] = []
         self._shown: tuple[str, ...] = ()
         self.moves: dict[str, Callable[[int, int, int, int], Any]] = {
-            "request": self._request, "agent": self._agent, "settle": self._settle, "fail": self._fail, "push": self._push,
+            "request": self._request,
+            "agent": self._agent,
+            "settle": self._settle,
+            "fail": self._fail,
+            "push": self._push,
             "document": self._write,
-        }  # fmt: skip
+        }
 
     def _ask(self, asked: list[Any], now: int) -> list[Any]:
         return list(self._store.settled(lambda store: store.hit(asked, now)))
@@ -59,18 +65,32 @@ class _Player:
         return RootSearch(own, above, parent, _ROOT_MS)
 
     def _request(self, number: int, who: int, amount: int, now: int) -> list[Any]:
-        shape: dict[str, Any] = {"threshold": 2, "cooldown_ms": (0, 3_000, 0)[who], "count_refused": who != 1, "count_to": 4}
+        shape: dict[str, Any] = {
+            "threshold": 2,
+            "cooldown_ms": (0, 3_000, 0)[who],
+            "count_refused": who != 1,
+            "count_to": 4,
+        }
         hit = make_hit(WINDOW_TYPES[who], key=self._name("hit", who), **shape)
         step = make_step(number, _LIMITS, repeat(amount, "read", "list"), reserve=amount)
         step = replace(step, key=self._name("session", who), tenant=self._name("tenant", who))
-        takes = [replace((make_bucket, make_breaker)[amount % 2](amount), key=self._name(f"budget{amount % 2}", who))]
+        takes = [
+            replace(
+                (make_bucket, make_breaker)[amount % 2](amount),
+                key=self._name(f"budget{amount % 2}", who),
+            )
+        ]
         takes.append(replace(make_period(amount, limit=30), key=self._name("period", who)))
         answers = self._ask([hit, step, *takes], now)
         self._open.append(settle_step(step, _OUTCOMES[number % 5], amount * 3))
         for take, taken in zip(takes, answers[2:], strict=True):
             if taken.granted:
                 settled = take.settle(amount - 2, taken.start)
-                self._open.append(replace(settled, marker=self._name(f"settled{number}", who) if number % 3 else ""))
+                self._open.append(
+                    replace(
+                        settled, marker=self._name(f"settled{number}", who) if number % 3 else ""
+                    )
+                )
         return answers
 
     def _agent(self, number: int, who: int, amount: int, now: int) -> list[Any]:
@@ -78,7 +98,9 @@ class _Player:
         search = self._make_search(agent, parent, who)
         tree = TreeStep(self._name(f"tree:{parent.hex()}", who), _AGENTS, agent, parent)
         step = make_step(number, _LIMITS, search=search, tree=tree)
-        step = replace(step, key=self._name(f"session:{parent.hex()}", who), tenant=self._name("tenant", who))
+        step = replace(
+            step, key=self._name(f"session:{parent.hex()}", who), tenant=self._name("tenant", who)
+        )
         answers = self._ask([step], now)
         self._open.append(settle_step(move_step(step, answers[0].root), SUCCEEDED, amount))
         return answers
@@ -88,8 +110,13 @@ class _Player:
         return self._ask([self._open[-amount % len(self._open)]], now) if self._open else []
 
     def _fail(self, _: int, who: int, __: int, now: int) -> list[Any]:
-        link = place_link(self._store, make_link(Sent("u", self._shown, "entry  0"), tenant=_DIGITS[who]))
-        return self._ask([TakeBack(self._name("hit", who), (TALLY, LOG, TALLY)[who]), TakeBack(link.key, CHAIN)], now)
+        link = place_link(
+            self._store, make_link(Sent("u", self._shown, "entry  0"), tenant=_DIGITS[who])
+        )
+        return self._ask(
+            [TakeBack(self._name("hit", who), (TALLY, LOG, TALLY)[who]), TakeBack(link.key, CHAIN)],
+            now,
+        )
 
     def _push(self, number: int, who: int, amount: int, now: int) -> Any:  # noqa: ANN401  # answers
         self._shown = (*self._shown, "ab"[amount % 2])[:amount]
@@ -101,7 +128,8 @@ class _Player:
         ]
         return list(self._store.settled(lambda store: store.push(asked, now)))
 
-    def _write(self, number: int, who: int, amount: int, now: int) -> Any:  # noqa: ANN401  # documents
+    # Documents
+    def _write(self, number: int, who: int, amount: int, now: int) -> Any:  # noqa: ANN401
         kind, subject = list(KINDS)[number % 2], self._store.name(f"subject{who}")
         if number % 3:
             return self._store.put(kind, subject, str(amount), bytes((number,)), amount * 10, now)
@@ -109,14 +137,21 @@ class _Player:
         return dropped, self._store.read(kind, subject, now)
 
 
-_MOVES = st.sampled_from(["request", "request", "agent", "settle", "settle", "fail", "push", "push", "document"])
+_MOVES = st.sampled_from(
+    ["request", "request", "agent", "settle", "settle", "fail", "push", "push", "document"]
+)
 
 
 @pytest.mark.parametrize("name", SERVERS)
 @settings(max_examples=examples(60))
 @given(
     moves=st.lists(
-        st.tuples(_MOVES, st.integers(0, 2), st.integers(0, 4), st.integers(0, 3_000) | st.sampled_from([60_000, 600_000])),
+        st.tuples(
+            _MOVES,
+            st.integers(0, 2),
+            st.integers(0, 4),
+            st.integers(0, 3_000) | st.sampled_from([60_000, 600_000]),
+        ),
         min_size=10,
         max_size=50,
     )
@@ -133,7 +168,9 @@ def test_a_server_answers_as_memory_does(
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_requests_at_the_same_time_count_once_each(drivers: Callable[[str], Driver], name: str) -> None:
+def test_requests_at_the_same_time_count_once_each(
+    drivers: Callable[[str], Driver], name: str
+) -> None:
     store = drivers(name).fresh()
 
     async def ask_all() -> list[Any]:
@@ -142,7 +179,9 @@ def test_requests_at_the_same_time_count_once_each(drivers: Callable[[str], Driv
             placed = pushed._replace(key=store.key(pushed))
             return await store.later(lambda on: on.push([placed]))
 
-        return await asyncio.gather(*map(push, range(50)), *(store.ask([make_hit()], 5) for _ in range(1_000)))
+        return await asyncio.gather(
+            *map(push, range(50)), *(store.ask([make_hit()], 5) for _ in range(1_000))
+        )
 
     found = store.run(ask_all())
 

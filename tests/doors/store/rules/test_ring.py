@@ -27,7 +27,9 @@ def test_a_ring_in_every_store(store: Driver, case: str) -> None:
 
 
 @given(steps=PUSH_STEPS)
-def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[tuple[Push, int]]) -> None:
+def test_a_store_keeps_rings_as_the_definition_does(
+    opened: Driver, steps: list[tuple[Push, int]]
+) -> None:
     store = opened.fresh()
 
     found = [store.push([pushed], now)[0] for pushed, now in place_pushes(steps)]
@@ -41,7 +43,9 @@ def test_rings_and_counters_are_asked_together(store: Driver) -> None:
 
     async def both() -> Any:  # noqa: ANN401  # entries and counts
         asked = [pushed._replace(key=store.key(pushed), request=b"another.") for pushed in pushes]
-        return await asyncio.gather(store.later(lambda on: on.push(asked, 1_001)), store.ask([make_hit()], 1_001))
+        return await asyncio.gather(
+            store.later(lambda on: on.push(asked, 1_001)), store.ask([make_hit()], 1_001)
+        )
 
     entries, counts = store.run(both())
 

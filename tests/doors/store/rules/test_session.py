@@ -50,20 +50,31 @@ from tests.support.windows import (
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_session_in_every_store(store: Driver, case: str) -> None:
-    told = [tell(standing) for now, asked, _ in CASES[case] for standing in store.account([asked], now)]
+    told = [
+        tell(standing) for now, asked, _ in CASES[case] for standing in store.account([asked], now)
+    ]
 
     assert told == [expected for _, _, expected in CASES[case]]
 
 
 def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
-    sessions = [in_session(str(number), 1, limit(steps=number % 2), tenant=f"sessions:p::{number}:7f") for number in range(6)]
+    sessions = [
+        in_session(str(number), 1, limit(steps=number % 2), tenant=f"sessions:p::{number}:7f")
+        for number in range(6)
+    ]
     settled = settle_step(sessions[5], cost=7)
     store.account(sessions[4:], 1_000)
 
     found = store.account([*sessions[:3], settled, sessions[3]], 1_001)
     counted = store.count([make_hit()], 1_002)
 
-    assert [tell(standing) for standing in found] == ["max_steps 0/0", "ok", "max_steps 0/0", "ok", "ok"]
+    assert [tell(standing) for standing in found] == [
+        "max_steps 0/0",
+        "ok",
+        "max_steps 0/0",
+        "ok",
+        "ok",
+    ]
     assert [standing.cost for standing in found] == [0, 0, 0, 7, 0]
     assert [count.count for count in counted] == [1]
 
@@ -73,7 +84,9 @@ def test_a_store_keeps_sessions_as_the_rules_say(
     opened: Driver, moves: list[tuple[int, str, int, int]], limits: Limits
 ) -> None:
     store = opened.fresh()
-    if isinstance(store.store, MemoryStore):  # may have let go, before the clock goes back, of what was to be forgotten
+    if isinstance(
+        store.store, MemoryStore
+    ):  # may have let go, before the clock goes back, of what was to be forgotten
         moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
 
     found = play(moves, limits, lambda asked, now: store.account([asked], now)[0])
@@ -102,7 +115,10 @@ def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) 
     order = Random(seed)
     limits = limit(
         tool_calls=order.choice([100, 10**9]),
-        tools=tuple((number.to_bytes(4), order.choice([3, 10**6])) for number in range(1, order.choice([1, 61]))),
+        tools=tuple(
+            (number.to_bytes(4), order.choice([3, 10**6]))
+            for number in range(1, order.choice([1, 61]))
+        ),
         window=order.choice([5, 500]),
         threshold=order.choice([-1, 3]),
     )
@@ -114,11 +130,15 @@ def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) 
         last = order.randrange(first, len(history) + 1) if order.random() < 0.2 else len(history)
         history = history[first:last]
         if order.random() < 0.2:
-            history = [order.choice([bytes(6), order.randbytes(6)]) + record[6:] for record in history]
+            history = [
+                order.choice([bytes(6), order.randbytes(6)]) + record[6:] for record in history
+            ]
         for place in range(newest):
             pair = order.randint(1, tools).to_bytes(4) + order.randrange(9).to_bytes(4)
             since = bytes((0 if place else order.choice([1, 1, 3]),))
-            history.append((order.randbytes(6) if order.random() < 0.9 else bytes(6)) + pair + since)
+            history.append(
+                (order.randbytes(6) if order.random() < 0.9 else bytes(6)) + pair + since
+            )
         calls = b"".join(history)
         names = tuple((at.to_bytes(4), f"tool {at}") for at in range(1, tools + 1))
         step = in_session("long", number, limits)
@@ -138,7 +158,9 @@ def test_forgotten_calls_are_not_counted_again(store: Driver) -> None:
 
     standings = ask_all(store, *(make_step(length, limits, history[:length]) for length in lengths))
 
-    assert [(tell(standing), standing.tool_calls) for standing in standings] == [("ok", length) for length in lengths]
+    assert [(tell(standing), standing.tool_calls) for standing in standings] == [
+        ("ok", length) for length in lengths
+    ]
 
 
 def test_as_many_calls_are_known_as_a_limit_needs(store: Driver) -> None:
@@ -146,9 +168,16 @@ def test_as_many_calls_are_known_as_a_limit_needs(store: Driver) -> None:
     history = [make_record(number, arguments=str(number)) for number in range(900)]
     shown = (history, history[388:420], history[300:330])
 
-    standings = ask_all(store, *(make_step(number, limit(tool_calls=1_000), calls) for number, calls in enumerate(shown)))
+    standings = ask_all(
+        store,
+        *(make_step(number, limit(tool_calls=1_000), calls) for number, calls in enumerate(shown)),
+    )
 
-    assert [standing.tool_calls for standing in standings] == [900, 900, 930]  # of a thousand, the newest 512
+    assert [standing.tool_calls for standing in standings] == [
+        900,
+        900,
+        930,
+    ]  # of a thousand, the newest 512
 
 
 def test_tools_are_counted_as_far_as_there_is_room(store: Driver) -> None:
@@ -160,8 +189,14 @@ def test_tools_are_counted_as_far_as_there_is_room(store: Driver) -> None:
     (standing,) = ask_all(store, make_step(1, limits, calls, tools=tools))
 
     assert standing.tool_calls == 100
-    assert [tool for tool, _, _ in standing.tools] == [number.to_bytes(4) for number in (*range(63), 99)]
-    assert [name for _, name, _ in standing.tools[:3]] == ["?", "\U0001f600?", "\U0001f600" * 2 + "?"]
+    assert [tool for tool, _, _ in standing.tools] == [
+        number.to_bytes(4) for number in (*range(63), 99)
+    ]
+    assert [name for _, name, _ in standing.tools[:3]] == [
+        "?",
+        "\U0001f600?",
+        "\U0001f600" * 2 + "?",
+    ]
     assert standing.tools[-1][1] == "\U0001f600" * 63
 
 
@@ -179,7 +214,9 @@ def test_every_call_of_a_long_history_is_counted(store: Driver) -> None:
     tools = ["send" if number % 10 == 3 else "read" for number in range(4_900)]
     limits = limit(tool_calls=10**9, tools=((digest("send"), 490),))
 
-    (first, second) = ask_all(store, *(make_step(number, limits, call(*tools, *["send"] * number)) for number in range(2)))
+    (first, second) = ask_all(
+        store, *(make_step(number, limits, call(*tools, *["send"] * number)) for number in range(2))
+    )
 
     assert (tell(first), first.tool_calls) == ("ok", 4_900)
     assert (tell(second), second.tool_calls) == ("max_calls_per_tool 491/490 send", 4_901)
@@ -190,7 +227,10 @@ def test_the_newest_reservations_stay_open(store: Driver) -> None:
     asked = [make_step(number, limit(), reserve=7) for number in range(33)]
     standings = [store.account([one], 1)[0] for one in asked]
 
-    assert [(standing.cost, standing.reserved) for standing in standings[-2:]] == [(0, 32 * 7), (7, 32 * 7)]
+    assert [(standing.cost, standing.reserved) for standing in standings[-2:]] == [
+        (0, 32 * 7),
+        (7, 32 * 7),
+    ]
 
 
 def test_a_retry_of_a_forgotten_step_cannot_be_undone(store: Driver) -> None:
@@ -199,10 +239,18 @@ def test_a_retry_of_a_forgotten_step_cannot_be_undone(store: Driver) -> None:
     asked = [make_step(1, limit()), retry, *[make_step(number, limit()) for number in range(2, 18)]]
     for one in [*asked, make_step(1, limit(), call=bytes(15) + b"n")]:
         standing = store.account([one], 1)[0]
-    (after,) = store.account([Settlement(retry.key, limit(), retry.call, 0, estimated=False, outcome=WITHDRAWN)], 2)
+    (after,) = store.account(
+        [Settlement(retry.key, limit(), retry.call, 0, estimated=False, outcome=WITHDRAWN)], 2
+    )
     (again,) = store.account([make_step(1, limit(), call=bytes(15) + b"a")], 3)
 
-    assert (standing.steps, standing.retry, after.steps, again.steps, again.retry) == (18, False, 18, 18, True)
+    assert (standing.steps, standing.retry, after.steps, again.steps, again.retry) == (
+        18,
+        False,
+        18,
+        18,
+        True,
+    )
 
 
 # --- conversations that go on leave the requests without a session
@@ -223,7 +271,9 @@ def finish(number: int, outcome: int, cost: int = 0) -> Settlement:
     """The outcome of a request; of `JOINED`, only the conversation is known."""
     call = name_call(number)
     given = call[:CONVERSATION].ljust(len(call), b"\0") if outcome == JOINED else call
-    return Settlement(make_step(1, STARTS).key, STARTS, given, cost, estimated=cost % 2 > 0, outcome=outcome)
+    return Settlement(
+        make_step(1, STARTS).key, STARTS, given, cost, estimated=cost % 2 > 0, outcome=outcome
+    )
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -247,7 +297,12 @@ def test_nothing_falls_below_zero(store: Driver) -> None:
     joined = store.account([finish(number, JOINED, 5) for number in (1, 2, 3)], 3)
     (withdrawn,) = store.account([finish(4, WITHDRAWN)], 4)
 
-    assert [(standing.steps, standing.cost) for standing in (*joined, withdrawn)] == [(0, 4), (0, 0), (0, 0), (0, 0)]
+    assert [(standing.steps, standing.cost) for standing in (*joined, withdrawn)] == [
+        (0, 4),
+        (0, 0),
+        (0, 0),
+        (0, 0),
+    ]
 
 
 _STARTS = st.lists(
@@ -262,12 +317,18 @@ _STARTS = st.lists(
 
 
 @given(_STARTS)
-def test_a_store_keeps_starts_as_memory_does(opened: Driver, moves: list[tuple[str, int, int, int]]) -> None:
+def test_a_store_keeps_starts_as_memory_does(
+    opened: Driver, moves: list[tuple[str, int, int, int]]
+) -> None:
     store, memory, now = opened.fresh(), in_memory(), 1_000_000
     outcomes = {"settle": SUCCEEDED, "fail": FAILED, "withdraw": WITHDRAWN, "join": JOINED}
 
     for move, number, amount, gap in moves:
         now += gap
         prompt = 100 if move == "again" else 0
-        asked = finish(number, outcomes[move], amount) if move in outcomes else start(number, prompt, reserve=amount)
+        asked = (
+            finish(number, outcomes[move], amount)
+            if move in outcomes
+            else start(number, prompt, reserve=amount)
+        )
         assert store.account([asked], now) == [memory(asked, now)]

@@ -16,21 +16,41 @@ from extproc.store.rules.tree import MAX_AGENTS, AgentLimits, weigh_tree
 from tests.support.examples import examples
 from tests.support.ledger import limit, make_step
 from tests.support.servers import Driver
-from tests.support.trees import AGENT_LIMITS_OF_ALL_KINDS, TREE_MOVES, PlainTree, Told, ask_in_tree, play_tree, tell_tree
+from tests.support.trees import (
+    AGENT_LIMITS_OF_ALL_KINDS,
+    TREE_MOVES,
+    PlainTree,
+    Told,
+    ask_in_tree,
+    play_tree,
+    tell_tree,
+)
 
 CASES = {
     "no limits": (AgentLimits(), [(0, agent, agent - 1, "") for agent in range(1, 40)]),
     "agents": (
         AgentLimits(agents=2),
-        [(0, 1, 0, ""), (1, 2, 0, ""), (2, 3, 0, "max_agents 2/2"), (99_000, 1, 0, ""), (99_001, 4, 1, "max_agents 2/2")],
+        [
+            (0, 1, 0, ""),
+            (1, 2, 0, ""),
+            (2, 3, 0, "max_agents 2/2"),
+            (99_000, 1, 0, ""),
+            (99_001, 4, 1, "max_agents 2/2"),
+        ],
     ),
     "none": (AgentLimits(agents=0), [(0, 0, 0, ""), (1, 1, 0, "max_agents 0/0"), (2, 0, 0, "")]),
-    "depth": (AgentLimits(depth=2), [(0, 1, 0, ""), (1, 2, 1, ""), (2, 3, 2, "max_depth 3/2"), (3, 4, 1, "")]),
+    "depth": (
+        AgentLimits(depth=2),
+        [(0, 1, 0, ""), (1, 2, 1, ""), (2, 3, 2, "max_depth 3/2"), (3, 4, 1, "")],
+    ),
     "an unknown parent": (
         AgentLimits(depth=1),
         [(0, 1, 9, "max_depth 2/1"), (1, 1, 1, "max_depth 2/1"), (2, 1, 0, "")],
     ),
-    "a circle": (AgentLimits(depth=3), [(0, 1, 2, ""), (1, 2, 1, ""), (2, 1, 2, ""), (3, 3, 2, "max_depth 4/3")]),
+    "a circle": (
+        AgentLimits(depth=3),
+        [(0, 1, 2, ""), (1, 2, 1, ""), (2, 1, 2, ""), (3, 3, 2, "max_depth 4/3")],
+    ),
     "active": (
         AgentLimits(concurrent=2, idle_ms=1_000),
         [
@@ -47,7 +67,12 @@ CASES = {
     ),
     "in a minute, of agents that go on": (
         AgentLimits(spawns=1),
-        [(0, 1, 0, ""), (59_000, 1, 0, ""), (59_999, 2, 0, "max_spawns_per_minute 1/1"), (60_000, 2, 0, "")],
+        [
+            (0, 1, 0, ""),
+            (59_000, 1, 0, ""),
+            (59_999, 2, 0, "max_spawns_per_minute 1/1"),
+            (60_000, 2, 0, ""),
+        ],
     ),
     "in a minute, of agents that are idle": (
         AgentLimits(spawns=2, concurrent=5, idle_ms=1_000),
@@ -55,7 +80,12 @@ CASES = {
     ),
     "active for longer than a minute": (
         AgentLimits(concurrent=2, spawns=9, idle_ms=120_000),
-        [(0, 1, 0, ""), (1, 2, 0, ""), (90_000, 3, 0, "max_concurrent_agents 2/2"), (120_000, 3, 0, "")],
+        [
+            (0, 1, 0, ""),
+            (1, 2, 0, ""),
+            (90_000, 3, 0, "max_concurrent_agents 2/2"),
+            (120_000, 3, 0, ""),
+        ],
     ),
 }
 """Limits; and when which agent asks, whose parent is which, and what it is told."""
@@ -85,16 +115,26 @@ def test_a_store_keeps_trees_as_the_rules_say(
 ) -> None:
     store, session = opened.fresh(), limit(steps=steps)
 
-    found = play_tree(moves, session, limits, lambda asked, now: tell_tree(store.account([asked], now)[0]))
+    found = play_tree(
+        moves, session, limits, lambda asked, now: tell_tree(store.account([asked], now)[0])
+    )
 
     assert found == play_tree(moves, session, limits, PlainTree().ask)
 
 
-LARGE = [AgentLimits(), AgentLimits(depth=9, concurrent=900), AgentLimits(spawns=900), AgentLimits(agents=3_000)]
+LARGE = [
+    AgentLimits(),
+    AgentLimits(depth=9, concurrent=900),
+    AgentLimits(spawns=900),
+    AgentLimits(agents=3_000),
+]
 
 
 def test_a_store_keeps_large_trees_as_the_rules_say(store: Driver) -> None:
-    """First more agents than memory keeps unpacked, then more than are known at all. Most requests are of recent agents."""
+    """First more agents than memory keeps unpacked, then more than are known at all.
+
+    Most requests are of recent agents.
+    """
     random, session, plain = Random(30), limit(idle_ms=86_400_000), PlainTree()
     now, begun = 1_000_000, 1
     found: list[Told] = []
@@ -104,7 +144,10 @@ def test_a_store_keeps_large_trees_as_the_rules_say(store: Driver) -> None:
         asked: list[Step] = []
         for limits in LARGE * 15:
             begun += random.random() < 0.4
-            agent, parent = max(0, begun - int(random.expovariate(1 / 100))), random.randrange(begun)
+            agent, parent = (
+                max(0, begun - int(random.expovariate(1 / 100))),
+                random.randrange(begun),
+            )
             asked.append(ask_in_tree(len(found) + len(asked), agent, limits, parent, session))
         found += [tell_tree(standing) for standing in store.account(asked, now)]
         expected += [plain.ask(one, now) for one in asked]
@@ -116,7 +159,15 @@ def test_a_store_keeps_large_trees_as_the_rules_say(store: Driver) -> None:
 def search(store: Driver, agent: int, parent: int) -> tuple[RootSearch, Step]:
     key, above = (f"root:{one:016x}:7f" for one in (agent, parent))
     asked = RootSearch(key, above, parent.to_bytes(8), 60_000)
-    step = ask_in_tree(agent, agent, AgentLimits(depth=5), 0, limit(), key=f"session:p::{parent:016x}:7f", search=asked)
+    step = ask_in_tree(
+        agent,
+        agent,
+        AgentLimits(depth=5),
+        0,
+        limit(),
+        key=f"session:p::{parent:016x}:7f",
+        search=asked,
+    )
     assert step.tree is not None
     step.tree = step.tree._replace(key=f"tree:p::{parent:016x}:7f")
     return asked._replace(key=store.name(key), parent_key=store.name(above)), step
@@ -125,17 +176,35 @@ def search(store: Driver, agent: int, parent: int) -> tuple[RootSearch, Step]:
 def test_a_step_finds_the_root_of_its_agent(store: Driver) -> None:
     """It is counted in the root's session, below the parent that it names, as if the root had been asked for before.
 
-    The agents are a child, its child and grandchild, another child, one in a circle with it, one that is its own parent, and
-    the first child again, whose retry claims another parent.
+    The agents are a child, its child and grandchild, another child, one in a circle with it, one
+    that is its own parent, and the first child again, whose retry claims another parent.
     """
     pairs = [(2, 1), (3, 2), (4, 3), (5, 1), (6, 5), (7, 7), (2, 9), (1, 4)]
     told = []
     for agent, parent in pairs:
         (standing,) = store.account([search(store, agent, parent)[1]], 1_000)
-        told.append((int.from_bytes(standing.root), standing.steps, standing.tree.depth if standing.tree else None))
-    roots = [int.from_bytes(store.push([search(store, agent, parent)[0]])[0][0]) for agent, parent in pairs]
+        told.append(
+            (
+                int.from_bytes(standing.root),
+                standing.steps,
+                standing.tree.depth if standing.tree else None,
+            )
+        )
+    roots = [
+        int.from_bytes(store.push([search(store, agent, parent)[0]])[0][0])
+        for agent, parent in pairs
+    ]
 
-    assert told == [(1, 1, 1), (1, 2, 2), (1, 3, 3), (1, 4, 1), (1, 5, 2), (7, 1, 1), (1, 5, 1), (1, 6, 0)]
+    assert told == [
+        (1, 1, 1),
+        (1, 2, 2),
+        (1, 3, 3),
+        (1, 4, 1),
+        (1, 5, 2),
+        (7, 1, 1),
+        (1, 5, 1),
+        (1, 6, 0),
+    ]
     assert roots == [root for root, _, _ in told]
 
 
@@ -148,7 +217,12 @@ def test_steps_with_roots_are_counted_in_one_call(store: Driver) -> None:
 
     assert [int.from_bytes(standing.root) for standing in standings] == [1, 0, 1, 1]
     assert [standing.steps for standing in standings] == [1, 2, 3, 4]
-    assert [standing.tree.agents if standing.tree else None for standing in standings] == [1, None, None, 2]
+    assert [standing.tree.agents if standing.tree else None for standing in standings] == [
+        1,
+        None,
+        None,
+        2,
+    ]
 
 
 def test_an_agent_that_did_not_begin_kills_no_session(store: Driver) -> None:
@@ -173,13 +247,20 @@ A, B, C, D = (f"{number:016x}" for number in range(10, 14))
     ],
     ids=["a chain and a circle", "another tree", "the parent of a known one"],
 )
-def test_a_root_is_found_by_way_of_each_parent(store: Driver, pairs: list[tuple[str, str]], roots: list[str]) -> None:
+def test_a_root_is_found_by_way_of_each_parent(
+    store: Driver, pairs: list[tuple[str, str]], roots: list[str]
+) -> None:
     """Whatever parent a later request claims: the first one decides; asked one by one or together, as replicas do."""
     assert [store.find_root(*asked).hex() for asked in pairs] == roots
 
     store.fresh()
     batch = [
-        RootSearch(store.name(f"root:{agent}:7f"), store.name(f"root:{parent}:7f"), bytes.fromhex(parent), 60_000)
+        RootSearch(
+            store.name(f"root:{agent}:7f"),
+            store.name(f"root:{parent}:7f"),
+            bytes.fromhex(parent),
+            60_000,
+        )
         for agent, parent in pairs[:3]
     ]
     assert [root.hex() for (root,) in store.push(batch)] == roots[:3]
@@ -197,7 +278,10 @@ def test_requests_of_the_root_keep_its_tree() -> None:
     assert tell_tree(standing).tree == (1, 0, 1, False)
 
 
-@pytest.mark.parametrize(("limits", "weight"), [((-1, -1), 0), ((1, -1), 1), ((-1, 64), 1), ((65, 1), 2), ((1_000, 9), 16)])
+@pytest.mark.parametrize(
+    ("limits", "weight"),
+    [((-1, -1), 0), ((1, -1), 1), ((-1, 64), 1), ((65, 1), 2), ((1_000, 9), 16)],
+)
 def test_a_tree_weighs_what_its_limits_read(limits: tuple[int, int], weight: int) -> None:
     """Batches are bounded by that, because one script delays all other clients of a server."""
     concurrent, spawns = limits

@@ -24,7 +24,16 @@ from tests.support.windows import (
 
 _CONFIGURATIONS = st.tuples(
     st.sampled_from(WINDOW_TYPES),
-    st.sampled_from([(3, 0, True), (2, 7_000, True), (3, 30_000, False), (2, 0, False), (1, 0, True), (1, 7_000, True)]),
+    st.sampled_from(
+        [
+            (3, 0, True),
+            (2, 7_000, True),
+            (3, 30_000, False),
+            (2, 0, False),
+            (1, 0, True),
+            (1, 7_000, True),
+        ]
+    ),
     st.sampled_from([4, 100]),
 )
 
@@ -32,11 +41,15 @@ _GAPS = st.integers(0, 1_000) | st.sampled_from([9_999, 10_000]) | st.integers(-
 
 
 @given(
-    # Two keys at a time, so that each is hit often enough for its windows to end, and long gaps beside short ones.
+    # Two keys at a time, so that each is hit often enough for its windows to end, and long gaps
+    # beside short ones.
     steps=st.lists(_CONFIGURATIONS, min_size=2, max_size=2).flatmap(
         lambda keys: st.lists(
             st.tuples(
-                st.sampled_from(keys), st.integers(0, 1_000) | st.sampled_from([9_999, 10_000]) | st.integers(-12_000, 12_000)
+                st.sampled_from(keys),
+                st.integers(0, 1_000)
+                | st.sampled_from([9_999, 10_000])
+                | st.integers(-12_000, 12_000),
             ),
             min_size=10,
             max_size=40,
@@ -54,19 +67,29 @@ def test_a_store_answers_as_the_windows_do(
     for (window_type, (threshold, cooldown, refused), count_to), gap in steps:
         now += gap
         key = f"{window_type}:{threshold}:{cooldown}:{refused}:{count_to}"
-        shape: dict[str, Any] = {"threshold": threshold, "cooldown_ms": cooldown, "count_refused": refused}
+        shape: dict[str, Any] = {
+            "threshold": threshold,
+            "cooldown_ms": cooldown,
+            "count_refused": refused,
+        }
         hit = hits.setdefault(key, make_hit(window_type, key=key, count_to=count_to, **shape))
         history.setdefault(key, []).append(now)
         found = store.count([hit], now)
         answers.setdefault(key, []).extend(found)
         assert memory.hit([hit], now) == found
 
-    roomy = [key for key, hit in hits.items() if hit.count_to == 100]  # the definition knows no bound
-    assert {key: oracle(hits[key], history[key]) for key in roomy} == {key: answers[key] for key in roomy}
+    roomy = [
+        key for key, hit in hits.items() if hit.count_to == 100
+    ]  # the definition knows no bound
+    assert {key: oracle(hits[key], history[key]) for key in roomy} == {
+        key: answers[key] for key in roomy
+    }
 
 
 @given(steps=COOLDOWN_STEPS)
-def test_a_store_keeps_a_cooldown_and_nothing_else(opened: Driver, steps: list[tuple[bool, int]]) -> None:
+def test_a_store_keeps_a_cooldown_and_nothing_else(
+    opened: Driver, steps: list[tuple[bool, int]]
+) -> None:
     store = opened.fresh()
 
     answers = [store.count([hit], now)[0] for hit, now in cooldown_hits(steps)]
@@ -107,4 +130,10 @@ def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> No
 
     answers = [store.run(store.ask([hit], None))[0] for _ in range(5)]
 
-    assert [(answer.count, answer.looping) for answer in answers] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
+    assert [(answer.count, answer.looping) for answer in answers] == [
+        (1, False),
+        (2, False),
+        (3, True),
+        (4, True),
+        (5, True),
+    ]

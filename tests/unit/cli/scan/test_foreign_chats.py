@@ -26,7 +26,12 @@ def make_chat(first: dict[str, Any], *turn: Callable[[int], dict[str, Any]]) -> 
 
 
 def constructed(name: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
-    return {"lc": 1, "type": "constructor", "id": ["langchain", "schema", "messages", name], "kwargs": fields}
+    return {
+        "lc": 1,
+        "type": "constructor",
+        "id": ["langchain", "schema", "messages", name],
+        "kwargs": fields,
+    }
 
 
 CHATS: dict[str, tuple[Any, str]] = {
@@ -35,7 +40,9 @@ CHATS: dict[str, tuple[Any, str]] = {
             {"info": {"role": "user"}, "parts": [{"type": "text", "text": "Fix it."}]},
             lambda at: {
                 "info": {"role": "assistant", "id": f"m{at}"},
-                "parts": [{"type": "tool", "tool": "bash", "state": {"input": ARGUMENTS, "output": GONE}}],
+                "parts": [
+                    {"type": "tool", "tool": "bash", "state": {"input": ARGUMENTS, "output": GONE}}
+                ],
             },
         ),
         "messages with info, parts",
@@ -43,7 +50,11 @@ CHATS: dict[str, tuple[Any, str]] = {
     "langchain": (
         make_chat(
             {"type": "human", "content": "Fix it."},
-            lambda at: {"type": "ai", "content": "", "tool_calls": [{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}]},
+            lambda at: {
+                "type": "ai",
+                "content": "",
+                "tool_calls": [{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}],
+            },
             lambda at: {"type": "tool", "content": GONE, "tool_call_id": f"c{at}"},
         ),
         "messages with content, type",
@@ -51,7 +62,11 @@ CHATS: dict[str, tuple[Any, str]] = {
     "langchain, one message with a role": (
         make_chat(
             {"role": "user", "content": "Fix it."},
-            lambda at: {"type": "ai", "content": "", "tool_calls": [{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}]},
+            lambda at: {
+                "type": "ai",
+                "content": "",
+                "tool_calls": [{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}],
+            },
             lambda at: {"type": "tool", "content": GONE, "tool_call_id": f"c{at}"},
         ),
         "messages without a role",
@@ -59,7 +74,11 @@ CHATS: dict[str, tuple[Any, str]] = {
     "langchain, serialized": (
         make_chat(
             constructed("HumanMessage", content="Fix it."),
-            lambda at: constructed("AIMessage", content="", tool_calls=[{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}]),
+            lambda at: constructed(
+                "AIMessage",
+                content="",
+                tool_calls=[{"name": "bash", "args": ARGUMENTS, "id": f"c{at}"}],
+            ),
             lambda at: constructed("ToolMessage", content=GONE, tool_call_id=f"c{at}"),
         ),
         "messages with id, kwargs, lc, type",
@@ -67,10 +86,15 @@ CHATS: dict[str, tuple[Any, str]] = {
     "ai sdk": (
         make_chat(
             {"role": "user", "content": "Fix it."},
-            lambda at: {"role": "assistant", "content": [{"type": "tool-call", "toolCallId": f"c{at}", "input": ARGUMENTS}]},
+            lambda at: {
+                "role": "assistant",
+                "content": [{"type": "tool-call", "toolCallId": f"c{at}", "input": ARGUMENTS}],
+            },
             lambda at: {
                 "role": "tool",
-                "content": [{"type": "tool-result", "toolCallId": f"c{at}", "output": {"value": GONE}}],
+                "content": [
+                    {"type": "tool-result", "toolCallId": f"c{at}", "output": {"value": GONE}}
+                ],
             },
         ),
         "calls of unknown kinds: tool-call",
@@ -89,7 +113,11 @@ CHATS: dict[str, tuple[Any, str]] = {
     "ai sdk 4, for a page": (
         make_chat(
             {"role": "user", "content": "Fix it."},
-            lambda at: {"role": "assistant", "content": "", "toolInvocations": [{"toolCallId": f"c{at}", "result": GONE}]},
+            lambda at: {
+                "role": "assistant",
+                "content": "",
+                "toolInvocations": [{"toolCallId": f"c{at}", "result": GONE}],
+            },
         ),
         "answers with their content under toolInvocations",
     ),
@@ -100,12 +128,17 @@ CHATS: dict[str, tuple[Any, str]] = {
         ),
         "messages with text, ts, type, user",
     ),
-    "sharegpt": ({"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}] * 9}, "conversations"),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}] * 9},
+        "conversations",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chat_in_unknown_format_is_reported(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_in_unknown_format_is_reported(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat, words = CHATS[name]
     (tmp_path / "chat.json").write_text(json.dumps(chat))
     page = tmp_path / "page.html"
@@ -117,8 +150,14 @@ def test_chat_in_unknown_format_is_reported(name: str, tmp_path: Path, capsys: p
     assert (words in page.read_text(), "0 of 0" in page.read_text()) == (True, False)
 
 
-def test_unknown_values_are_reported_beside_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [*write_requests(AgentSession([FAILING]), "chat"), CHATS["slack"][0], CHATS["sharegpt"][0]]
+def test_unknown_values_are_reported_beside_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        *write_requests(AgentSession([FAILING]), "chat"),
+        CHATS["slack"][0],
+        CHATS["sharegpt"][0],
+    ]
     (tmp_path / "f.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     assert Run(capsys, "scan", str(tmp_path)).out.splitlines()[:3] == [
@@ -143,7 +182,9 @@ def make_export(*spans: dict[str, Any]) -> dict[str, Any]:
         {
             "traceId": "t",
             "name": "x",
-            "attributes": [{"key": key, "value": {"stringValue": each}} for key, each in span.items()],
+            "attributes": [
+                {"key": key, "value": {"stringValue": each}} for key, each in span.items()
+            ],
         }
         for span in spans
     ]
@@ -158,34 +199,58 @@ UNKNOWN_PART = {"role": "assistant", "parts": [{"type": "tool-call", "toolName":
 UNKNOWN_CALL = {"role": "assistant", "tool_calls": [{"name": "bash", "args": {}}]}
 FILES = {
     "role": "user",
-    "parts": [{"type": "text", "content": "See this."}, {"type": "blob", "content": "aGk="}, {"type": "uri", "uri": "x"}],
+    "parts": [
+        {"type": "text", "content": "See this."},
+        {"type": "blob", "content": "aGk="},
+        {"type": "uri", "uri": "x"},
+    ],
 }
 AGENT = {"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HISTORY}
 
 
 def given(message: dict[str, Any]) -> dict[str, Any]:
-    return {**GIVEN, "gen_ai.input.messages": json.dumps([{"role": "user", "content": "Fix it."}, message])}
+    return {
+        **GIVEN,
+        "gen_ai.input.messages": json.dumps([{"role": "user", "content": "Fix it."}, message]),
+    }
 
 
 @pytest.mark.parametrize(
     ("span", "words"),
     [
-        ({"gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "events": HISTORY}, "messages in events"),
-        ({"agent_name": "a", "all_messages_events": HISTORY}, "all_messages_events alone"),
-        ({"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HISTORY}, "pydantic_ai.all_messages alone"),
         (
-            {"gen_ai.system": "gcp.vertex.agent", "gcp.vertex.agent.llm_request": '{"contents": []}'},
+            {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "events": HISTORY},
+            "messages in events",
+        ),
+        ({"agent_name": "a", "all_messages_events": HISTORY}, "all_messages_events alone"),
+        (
+            {"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HISTORY},
+            "pydantic_ai.all_messages alone",
+        ),
+        (
+            {
+                "gen_ai.system": "gcp.vertex.agent",
+                "gcp.vertex.agent.llm_request": '{"contents": []}',
+            },
             "gcp.vertex.agent.llm_request",
         ),
         ({"ai.model.id": "m", "ai.prompt.messages": HISTORY}, "messages in ai.prompt.messages"),
         ({"ai.operationId": "ai.generateText", "ai.prompt": '{"messages": []}'}, "ai.prompt alone"),
-        ({"langsmith.span.kind": "llm", "gen_ai.prompt": '{"messages": []}'}, "gen_ai.prompt alone"),
-        ({"openinference.span.kind": "LLM", "input.value": '{"messages": []}'}, "input.value alone"),
+        (
+            {"langsmith.span.kind": "llm", "gen_ai.prompt": '{"messages": []}'},
+            "gen_ai.prompt alone",
+        ),
+        (
+            {"openinference.span.kind": "LLM", "input.value": '{"messages": []}'},
+            "input.value alone",
+        ),
         (given(UNKNOWN_PART), "OTLP: a part of an unknown kind: tool-call"),
         (given(UNKNOWN_CALL), "OTLP: tool calls in another form"),
     ],
 )
-def test_unknown_spans_are_reported_by_attribute(span: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unknown_spans_are_reported_by_attribute(
+    span: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     scanned = scan_values(tmp_path, [make_export(span), make_export({"http.method": "POST"})])
 
     (name,) = scanned.problems["unread"].names
@@ -200,7 +265,13 @@ def test_unknown_spans_are_reported_by_attribute(span: dict[str, Any], words: st
     ],
     ids=["agents beside their calls", "files, which the conventions know"],
 )
-def test_spans_of_agents_and_files_are_no_problem(values: list[Any], loops: list[str], tmp_path: Path) -> None:
+def test_spans_of_agents_and_files_are_no_problem(
+    values: list[Any], loops: list[str], tmp_path: Path
+) -> None:
     scanned = scan_values(tmp_path, values)
 
-    assert ([loop[0] for loop in scanned.loops], len(scanned.runs), scanned.problems) == (loops, 1, {})
+    assert ([loop[0] for loop in scanned.loops], len(scanned.runs), scanned.problems) == (
+        loops,
+        1,
+        {},
+    )

@@ -36,7 +36,8 @@ TRUTH = [  # for each of LOOPING: rule, first call, call with a note, refused ca
 every_format = pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
 
 
-def make_session(make: Callable[[Random], list[Did]], **more: Any) -> AgentSession:  # noqa: ANN401  # as declared
+# As declared
+def make_session(make: Callable[[Random], list[Did]], **more: Any) -> AgentSession:  # noqa: ANN401
     random = Random(5)
     return AgentSession(word(make(random), random), **more)
 
@@ -44,10 +45,15 @@ def make_session(make: Callable[[Random], list[Did]], **more: Any) -> AgentSessi
 @pytest.mark.slow
 @every_format
 @pytest.mark.parametrize(
-    ("make", "truth"), list(zip(LOOPING, TRUTH, strict=True)), ids=[rule[0] + str(rule[4]) for rule in TRUTH]
+    ("make", "truth"),
+    list(zip(LOOPING, TRUTH, strict=True)),
+    ids=[rule[0] + str(rule[4]) for rule in TRUTH],
 )
 def test_loop_is_found_with_its_calls_and_tokens(
-    write: Callable[[AgentSession], list[Any]], make: Callable[[Random], list[Did]], truth: tuple[Any, ...], tmp_path: Path
+    write: Callable[[AgentSession], list[Any]],
+    make: Callable[[Random], list[Did]],
+    truth: tuple[Any, ...],
+    tmp_path: Path,
 ) -> None:
     session = make_session(make)
 
@@ -57,8 +63,15 @@ def test_loop_is_found_with_its_calls_and_tokens(
     (run,) = scanned.runs
     (loop,) = run.loops
     assert run.spent[:2] == (session.calls, session.add_tokens(1, session.calls))
-    assert loop.after_note[:2] == (session.calls - loop.noted + 1, session.add_tokens(loop.noted, session.calls))
-    stopped = (session.calls - loop.stopped + 1, session.add_tokens(loop.stopped, session.calls)) if loop.stopped else (0, 0)
+    assert loop.after_note[:2] == (
+        session.calls - loop.noted + 1,
+        session.add_tokens(loop.noted, session.calls),
+    )
+    stopped = (
+        (session.calls - loop.stopped + 1, session.add_tokens(loop.stopped, session.calls))
+        if loop.stopped
+        else (0, 0)
+    )
     assert loop.after_stop[:2] == stopped
     assert run.first == round(session.begins.timestamp() * 1000)
     assert scanned.problems == {}
@@ -77,7 +90,9 @@ def test_progress_is_no_loop(
 
 
 @every_format
-def test_waiting_gets_at_most_a_note(write: Callable[[AgentSession], list[Any]], tmp_path: Path) -> None:
+def test_waiting_gets_at_most_a_note(
+    write: Callable[[AgentSession], list[Any]], tmp_path: Path
+) -> None:
     waiting = [Did((("status", {"job": 7}),), ("running",))] * 10
 
     scanned = scan_values(tmp_path, write(AgentSession(waiting)))
@@ -87,9 +102,14 @@ def test_waiting_gets_at_most_a_note(write: Callable[[AgentSession], list[Any]],
 
 
 @every_format
-def test_work_around_a_loop_is_not_counted(write: Callable[[AgentSession], list[Any]], tmp_path: Path) -> None:
+def test_work_around_a_loop_is_not_counted(
+    write: Callable[[AgentSession], list[Any]], tmp_path: Path
+) -> None:
     random = Random(3)
-    before, after = (word([Did((("read", {"n": n}),), (f"line {n}",)) for n in range(k, k + 5)], random) for k in (0, 50))
+    before, after = (
+        word([Did((("read", {"n": n}),), (f"line {n}",)) for n in range(k, k + 5)], random)
+        for k in (0, 50)
+    )
 
     scanned = scan_values(tmp_path, write(AgentSession([*before, *[FAILING] * 5, *after])))
 
@@ -115,20 +135,52 @@ def test_project_agent_and_session_are_read(tmp_path: Path) -> None:
 # ---- What is special about each format
 
 LOOPED = AgentSession([FAILING] * 8)
-CLAUDE, CODEX, OTLP, ATIF = write_claude_code(LOOPED), write_codex(LOOPED), write_otlp(LOOPED), write_atif(LOOPED)
-CHAT, BODIES = write_requests(LOOPED, "chat"), [line["request"] for line in write_requests(LOOPED, "chat")]
+CLAUDE, CODEX, OTLP, ATIF = (
+    write_claude_code(LOOPED),
+    write_codex(LOOPED),
+    write_otlp(LOOPED),
+    write_atif(LOOPED),
+)
+CHAT, BODIES = (
+    write_requests(LOOPED, "chat"),
+    [line["request"] for line in write_requests(LOOPED, "chat")],
+)
 REPEAT = TRUTH[0]
-SYNTHETIC = {"id": "e", "role": "assistant", "model": "<synthetic>", "content": [{"type": "text", "text": "API Error"}]}
-API_ERROR = {"type": "assistant", "sessionId": "s1", "isApiErrorMessage": True, "message": SYNTHETIC}
+SYNTHETIC = {
+    "id": "e",
+    "role": "assistant",
+    "model": "<synthetic>",
+    "content": [{"type": "text", "text": "API Error"}],
+}
+API_ERROR = {
+    "type": "assistant",
+    "sessionId": "s1",
+    "isApiErrorMessage": True,
+    "message": SYNTHETIC,
+}
 FOUR = write_claude_code(AgentSession([FAILING] * 4))
 HALF = next(number for number, line in enumerate(FOUR) if "msg_s1_3" in json.dumps(line))
 COMPACTION = {"type": "system", "subtype": "compact_boundary", "sessionId": "s1"}
 FOUR_OF_CODEX = write_codex(AgentSession([FAILING] * 4))
-THIRD = [number for number, line in enumerate(FOUR_OF_CODEX) if line["payload"].get("type") == "reasoning"][2]
-STEP = "Thought: I look\nAction: search\nAction Input: lamps\nObservation: Error: the index is broken\n"
+THIRD = [
+    number
+    for number, line in enumerate(FOUR_OF_CODEX)
+    if line["payload"].get("type") == "reasoning"
+][2]
+STEP = (
+    "Thought: I look\nAction: search\nAction Input: lamps\nObservation: Error: the index is "
+    "broken\n"
+)
 SPANS = [line["resourceSpans"][0]["scopeSpans"][0]["spans"][0] for line in OTLP]
-OTHER_SPAN = {"traceId": "t", "name": "GET /", "attributes": [{"key": "http.method", "value": {"stringValue": "GET"}}]}
-NO_CONTENTS = {"traceId": "t", "attributes": [{"key": "gen_ai.usage.input_tokens", "value": {"intValue": "9"}}]}
+OTHER_SPAN = {
+    "traceId": "t",
+    "name": "GET /",
+    "attributes": [{"key": "http.method", "value": {"stringValue": "GET"}}],
+}
+NO_CONTENTS = {
+    "traceId": "t",
+    "attributes": [{"key": "gen_ai.usage.input_tokens", "value": {"intValue": "9"}}],
+}
 
 
 def interleave(*sessions: list[Any]) -> list[Any]:
@@ -136,11 +188,18 @@ def interleave(*sessions: list[Any]) -> list[Any]:
 
 
 def mix_parallel_calls() -> list[Any]:
-    turn = Did((("Read", {"n": 1}), ("Read", {"n": 2})), ("Error: no such file " * 20, "Error: no such file " * 20))
+    turn = Did(
+        (("Read", {"n": 1}), ("Read", {"n": 2})),
+        ("Error: no such file " * 20, "Error: no such file " * 20),
+    )
     mixed: list[Any] = []
     for line in write_claude_code(AgentSession([turn] * 8)):
         content = line.get("message", {}).get("content")
-        if isinstance(content, list) and content[0]["type"] == "tool_result" and content[0]["tool_use_id"].endswith("_0"):
+        if (
+            isinstance(content, list)
+            and content[0]["type"] == "tool_result"
+            and content[0]["tool_use_id"].endswith("_0")
+        ):
             mixed.insert(-1, line)
         else:
             mixed.append(line)
@@ -153,7 +212,14 @@ def tell_tokens_twice() -> list[Any]:
         lines.append(line)
         if line["type"] == "event_msg":
             usage = line["payload"]["info"]["last_token_usage"]
-            lines.insert(-1, {"timestamp": line["timestamp"], "type": "token_usage_record", "payload": {"usage": usage}})
+            lines.insert(
+                -1,
+                {
+                    "timestamp": line["timestamp"],
+                    "type": "token_usage_record",
+                    "payload": {"usage": usage},
+                },
+            )
     return lines
 
 
@@ -172,11 +238,19 @@ def keep_a_window() -> list[Any]:
 def log_records() -> list[Any]:
     named = {"eventName": "gen_ai.client.inference.operation.details"}
     records = [
-        {**named, "timeUnixNano": span["startTimeUnixNano"], "attributes": span["attributes"], "traceId": span["traceId"]}
+        {
+            **named,
+            "timeUnixNano": span["startTimeUnixNano"],
+            "attributes": span["attributes"],
+            "traceId": span["traceId"],
+        }
         for span in SPANS
     ]
     resource = OTLP[0]["resourceSpans"][0]["resource"]
-    return [{"resourceLogs": [{"resource": resource, "scopeLogs": [{"logRecords": [record]}]}]} for record in records]
+    return [
+        {"resourceLogs": [{"resource": resource, "scopeLogs": [{"logRecords": [record]}]}]}
+        for record in records
+    ]
 
 
 def wrap(key: str, body: object) -> list[Any]:
@@ -205,13 +279,28 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
     "Claude Code: parallel calls are one turn": (mix_parallel_calls(), [REPEAT], 8, {}),
     "Claude Code: side chains are told apart": (write_side_chains(), [REPEAT] * 2, 16, {}),
     "Claude Code: no summary": (FOUR, [("repeat", 1, 4, 0, 4)], 4, {}),
-    "Claude Code: a summary begins a new history": ([*FOUR[:HALF], COMPACTION, *FOUR[HALF:]], [], 4, {}),
-    "Claude Code: errors of the API are no answers": (interleave(CLAUDE, [API_ERROR] * len(CLAUDE)), [REPEAT], 8, {}),
+    "Claude Code: a summary begins a new history": (
+        [*FOUR[:HALF], COMPACTION, *FOUR[HALF:]],
+        [],
+        4,
+        {},
+    ),
+    "Claude Code: errors of the API are no answers": (
+        interleave(CLAUDE, [API_ERROR] * len(CLAUDE)),
+        [REPEAT],
+        8,
+        {},
+    ),
     "Claude Code: a printed stream": (
         [
             {"type": "system", "subtype": "init", "session_id": "s"},
             *(
-                {"type": line["type"], "message": line["message"], "session_id": "s", "parent_tool_use_id": None}
+                {
+                    "type": line["type"],
+                    "message": line["message"],
+                    "session_id": "s",
+                    "parent_tool_use_id": None,
+                }
                 for line in CLAUDE
                 if "message" in line
             ),
@@ -244,15 +333,29 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
     ),
     "Codex: tokens that are told twice": (tell_tokens_twice(), [REPEAT], 8, {}),
     "Codex: a summary begins a new history": (
-        [*FOUR_OF_CODEX[:THIRD], {"type": "compacted", "payload": {"message": "..."}}, *FOUR_OF_CODEX[THIRD:]],
+        [
+            *FOUR_OF_CODEX[:THIRD],
+            {"type": "compacted", "payload": {"message": "..."}},
+            *FOUR_OF_CODEX[THIRD:],
+        ],
         [],
         4,
         {},
     ),
-    "Codex: unknown lines": ([*CODEX, {"type": "dream", "payload": {"a": 1}}], [REPEAT], 8, {"Codex: dream": 1}),
+    "Codex: unknown lines": (
+        [*CODEX, {"type": "dream", "payload": {"a": 1}}],
+        [REPEAT],
+        8,
+        {"Codex: dream": 1},
+    ),
     "ATIF: an indented document": ([json.dumps(ATIF, indent=2).encode()], [REPEAT], 8, {}),
     "ATIF: trajectories within another": (
-        [{**write_atif(AgentSession([FAILING], name="outer")), "subagent_trajectories": [ATIF | {"session_id": "inner"}]}],
+        [
+            {
+                **write_atif(AgentSession([FAILING], name="outer")),
+                "subagent_trajectories": [ATIF | {"session_id": "inner"}],
+            }
+        ],
         [REPEAT],
         9,
         {},
@@ -278,7 +381,10 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
         {},
     ),
     "requests: a text that grows": (
-        [{"model": "m", "prompt": f"Question: which lamps?\n{STEP * count}Thought:"} for count in range(9)],
+        [
+            {"model": "m", "prompt": f"Question: which lamps?\n{STEP * count}Thought:"}
+            for count in range(9)
+        ],
         [("repeat", 1, 2, 6, 7)],
         7,
         {"requests: no_history": 2},
@@ -291,7 +397,12 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
             8,
             {},
         )
-        for key, as_text, depth in (("request", False, 1), ("body", True, 0), ("payload", False, 0), ("kwargs", True, 1))
+        for key, as_text, depth in (
+            ("request", False, 1),
+            ("body", True, 0),
+            ("payload", False, 0),
+            ("kwargs", True, 1),
+        )
     },
     "requests: keys that lines of transcripts have": (
         [{"type": "request", "body": as_anthropic([FAILING] * count)} for count in range(9)],
@@ -299,9 +410,18 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
         9,
         {},
     ),
-    "requests: a type of lines of transcripts": ([{"type": "system", **line} for line in CHAT], [REPEAT], 8, {}),
+    "requests: a type of lines of transcripts": (
+        [{"type": "system", **line} for line in CHAT],
+        [REPEAT],
+        8,
+        {},
+    ),
     "Gemini CLI: a rewound session begins anew": (
-        [*GEMINI_FOUR, {"$rewindTo": "u0"}, *write_gemini_cli(AgentSession([FAILING] * 4, name="s2"))[2:]],
+        [
+            *GEMINI_FOUR,
+            {"$rewindTo": "u0"},
+            *write_gemini_cli(AgentSession([FAILING] * 4, name="s2"))[2:],
+        ],
         [("repeat", 1, 4, 0, 4), ("repeat", 5, 8, 0, 8)],
         8,
         {},
@@ -316,20 +436,35 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
         ],
         [REPEAT],
         8,
-        {"Gemini CLI: novelty": 1, "Gemini CLI: a message: Expected `array | null`, got `int` - at `$.toolCalls`": 1},
+        {
+            "Gemini CLI: novelty": 1,
+            "Gemini CLI: a message: Expected `array | null`, got `int` - at `$.toolCalls`": 1,
+        },
     ),
     **{
         f"Gemini CLI: {kind}": (with_results(result), [REPEAT], 8, {})
-        for kind, result in {"a text": GONE, "parts without a response": [{"text": GONE}], "only what was shown": None}.items()
+        for kind, result in {
+            "a text": GONE,
+            "parts without a response": [{"text": GONE}],
+            "only what was shown": None,
+        }.items()
     },
     "OTLP: log records": (log_records(), [REPEAT], 8, {}),
     "OTLP: spans in any order": (
-        [{"resourceSpans": [{"scopeSpans": [{"spans": [*SPANS[::-1], OTHER_SPAN]}]}]}, {"resourceMetrics": []}],
+        [
+            {"resourceSpans": [{"scopeSpans": [{"spans": [*SPANS[::-1], OTHER_SPAN]}]}]},
+            {"resourceMetrics": []},
+        ],
         [REPEAT],
         8,
         {},
     ),
-    "OTLP: spans without contents": ([{"resourceSpans": [{"scopeSpans": [{"spans": [NO_CONTENTS]}]}]}], [], 0, {}),
+    "OTLP: spans without contents": (
+        [{"resourceSpans": [{"scopeSpans": [{"spans": [NO_CONTENTS]}]}]}],
+        [],
+        0,
+        {},
+    ),
 }
 
 
@@ -340,12 +475,16 @@ def test_special_forms_are_read(name: str, tmp_path: Path) -> None:
     scanned = scan_values(tmp_path, lines)
 
     assert (scanned.loops, sum(run.spent.calls for run in scanned.runs)) == (loops, calls)
-    assert {told: count for found in scanned.problems.values() for told, count in found.names.items()} == problems
+    assert {
+        told: count for found in scanned.problems.values() for told, count in found.names.items()
+    } == problems
 
 
 def test_interleaved_conversations_are_separated(tmp_path: Path) -> None:
     random = Random(2)
-    logs = [write_requests(AgentSession(word([FAILING] * 8, random)), "anthropic") for _ in range(3)]
+    logs = [
+        write_requests(AgentSession(word([FAILING] * 8, random)), "anthropic") for _ in range(3)
+    ]
 
     scanned = scan_values(tmp_path, interleave(*logs))
 
@@ -353,7 +492,9 @@ def test_interleaved_conversations_are_separated(tmp_path: Path) -> None:
     assert sum(run.spent.calls for run in scanned.runs) == 24
 
 
-@pytest.mark.parametrize("name", ["Claude Code: parallel calls are one turn", "Codex: tokens that are told twice"])
+@pytest.mark.parametrize(
+    "name", ["Claude Code: parallel calls are one turn", "Codex: tokens that are told twice"]
+)
 def test_repeated_tokens_of_an_answer_count_once(name: str, tmp_path: Path) -> None:
     (run,) = scan_values(tmp_path, SPECIAL[name][0]).runs
 
@@ -361,11 +502,18 @@ def test_repeated_tokens_of_an_answer_count_once(name: str, tmp_path: Path) -> N
 
 
 def test_sub_agents_and_forks_keep_their_names(tmp_path: Path) -> None:
-    own, parent = write_codex(LOOPED._replace(name="own")), write_codex(AgentSession([], name="parent"))
-    nested = {**write_atif(AgentSession([FAILING], name="outer")), "subagent_trajectories": [write_atif(LOOPED)]}
+    own, parent = (
+        write_codex(LOOPED._replace(name="own")),
+        write_codex(AgentSession([], name="parent")),
+    )
+    nested = {
+        **write_atif(AgentSession([FAILING], name="outer")),
+        "subagent_trajectories": [write_atif(LOOPED)],
+    }
 
     sides, forks, runs = [
-        scan_values(tmp_path, lines).runs for lines in (write_side_chains(), [own[0], parent[0], *own[1:]], [nested])
+        scan_values(tmp_path, lines).runs
+        for lines in (write_side_chains(), [own[0], parent[0], *own[1:]], [nested])
     ]
 
     assert {run.about.agent for run in sides} == {"claude-code sub-agent"}
@@ -379,7 +527,10 @@ def test_gemini_cli_document_equals_its_lines(tmp_path: Path) -> None:
     chats = tmp_path / "shop" / "chats"
     files = [
         write_lines(chats / "session-1.jsonl", GEMINI),
-        write_lines(chats / "s1" / "agent-7.jsonl", [{**head, "sessionId": "agent-7", "kind": "subagent"}, *messages]),
+        write_lines(
+            chats / "s1" / "agent-7.jsonl",
+            [{**head, "sessionId": "agent-7", "kind": "subagent"}, *messages],
+        ),
         write_lines(chats / "session-1.json", []),
     ]
     files[2].write_text(json.dumps({**head, "messages": list(last.values())}, indent=2))
@@ -414,10 +565,16 @@ def test_dollars_of_a_trajectory_are_used(tmp_path: Path) -> None:
 
     (run,) = scan_values(tmp_path, [trajectory]).runs
 
-    assert (run.spent.nanos, run.spent.unpriced, run.loops[0].after_stop.nanos) == (2_000_000_000, 0, 250_000_000)
+    assert (run.spent.nanos, run.spent.unpriced, run.loops[0].after_stop.nanos) == (
+        2_000_000_000,
+        0,
+        250_000_000,
+    )
 
 
-@pytest.mark.parametrize("lines", [BODIES, CHAT[5:]], ids=["without responses", "from the middle on"])
+@pytest.mark.parametrize(
+    "lines", [BODIES, CHAT[5:]], ids=["without responses", "from the middle on"]
+)
 def test_tokens_without_usage_are_estimated(lines: list[Any], tmp_path: Path) -> None:
     (run,) = scan_values(tmp_path, lines).runs
 
@@ -428,12 +585,16 @@ def test_tokens_without_usage_are_estimated(lines: list[Any], tmp_path: Path) ->
 def test_loop_of_actions_in_text_is_found(style: str, tmp_path: Path) -> None:
     turns = word([Did((("run", {"n": 1}),), ("Error: no such thing. " * 15,))] * 8, Random(6))
 
-    loops = scan_values(tmp_path, [as_text(turns[:count], STYLES[style]) for count in range(8)]).loops
+    loops = scan_values(
+        tmp_path, [as_text(turns[:count], STYLES[style]) for count in range(8)]
+    ).loops
 
     assert [loop[1:4] for loop in loops] == [(1, 4, 8)]
 
 
 def test_values_without_conversation_are_reported(tmp_path: Path) -> None:
-    scanned = scan_values(tmp_path, [{"model": "m", "messages": [1, 2]}, {"model": "m", "messages": "x"}, {"a": 1}])
+    scanned = scan_values(
+        tmp_path, [{"model": "m", "messages": [1, 2]}, {"model": "m", "messages": "x"}, {"a": 1}]
+    )
 
     assert (scanned.runs, sum(found.count for found in scanned.problems.values())) == ([], 3)

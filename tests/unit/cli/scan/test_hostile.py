@@ -45,32 +45,65 @@ LONGEST = 2**20
 
 def join(lines: list[Any]) -> bytes:
     """Values as lines; bytes stand there as they are."""
-    return b"".join([line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines])
+    return b"".join(
+        [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
+    )
 
 
 LINES = [join([line]) for line in write_claude_code(SESSION)]
 ROLLOUT = [join([line]) for line in write_codex(SESSION)]
 PACKED = zstd.compress(join(ROLLOUT), 19)
 FRAMES = zstd.compress(join(ROLLOUT[:5])) + zstd.compress(join(ROLLOUT[5:]))
-TWO_GIB_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8\x01\x00\x00"  # magic, no checksum, the window, and an empty block
+TWO_GIB_WINDOW = (
+    b"\x28\xb5\x2f\xfd\x00\xa8\x01\x00\x00"  # magic, no checksum, the window, and an empty block
+)
 HEAD, *MESSAGES = write_gemini_cli(SESSION)
-INDENTED = json.dumps({**HEAD, "messages": [line for line in MESSAGES if "$set" not in line]}, indent=1).encode()
+INDENTED = json.dumps(
+    {**HEAD, "messages": [line for line in MESSAGES if "$set" not in line]}, indent=1
+).encode()
 LONG_LINE = b'{"type":"user","x":"' + b"x" * 90_000 + b'"}\n'
 DEEP = b'{"messages":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
 DEEP_VALUE = b'{"arrayValue":{"values":[' * 200 + b'{"stringValue":"x"}' + b"]}}" * 200
 DEEP_SPAN = b'{"attributes":[{"key":"gen_ai.input.messages","value":' + DEEP_VALUE + b"}]}"
 DEEP_EXPORT = b'{"resourceSpans":[{"scopeSpans":[{"spans":[' + DEEP_SPAN + b"]}]}]}\n"
-FILES: dict[str, tuple[bytes, int, list[tuple[Any, ...]], dict[str, int]]] = {  # bytes, longest line, loops, problems
+FILES: dict[
+    str, tuple[bytes, int, list[tuple[Any, ...]], dict[str, int]]
+] = {  # bytes, longest line, loops, problems
     "damaged lines": (
-        join([LINES[0], b'{"type":"user","mess\n', b"not json\n", b'{"a":\x80\xff}\n', b"[1,2\n", *LINES[1:], LINES[-1][:40]]),
+        join(
+            [
+                LINES[0],
+                b'{"type":"user","mess\n',
+                b"not json\n",
+                b'{"a":\x80\xff}\n',
+                b"[1,2\n",
+                *LINES[1:],
+                LINES[-1][:40],
+            ]
+        ),
         LONGEST,
         FOUND,
         {"not_json": 5},
     ),
     "a damaged first line": (join([b'{"type":"us\n', *LINES]), LONGEST, FOUND, {"not_json": 1}),
-    "long lines": (join([LINES[0], LONG_LINE, *LINES[1:4], LONG_LINE, *LINES[4:]]), 50_000, FOUND, {"too_long": 2}),
-    "a long document": (json.dumps([{"messages": "x" * 100}] * 90, indent=1).encode(), 2_000, [], {"too_long": 1}),
-    "deeply nested values": (join([DEEP, DEEP_EXPORT, *LINES]), LONGEST, FOUND, {"not_json": 1, "unread": 1}),
+    "long lines": (
+        join([LINES[0], LONG_LINE, *LINES[1:4], LONG_LINE, *LINES[4:]]),
+        50_000,
+        FOUND,
+        {"too_long": 2},
+    ),
+    "a long document": (
+        json.dumps([{"messages": "x" * 100}] * 90, indent=1).encode(),
+        2_000,
+        [],
+        {"too_long": 1},
+    ),
+    "deeply nested values": (
+        join([DEEP, DEEP_EXPORT, *LINES]),
+        LONGEST,
+        FOUND,
+        {"not_json": 1, "unread": 1},
+    ),
     "a program": (b"\x7fELF\0\0", LONGEST, [], {"foreign": 1}),
     "a script": (b"#!/bin/sh\ntouch owned\n", LONGEST, [], {"foreign": 1}),
     "a picture": (b"\x89PNG\r\n", LONGEST, [], {"foreign": 1}),
@@ -80,14 +113,24 @@ FILES: dict[str, tuple[bytes, int, list[tuple[Any, ...]], dict[str, int]]] = {  
     "the start of a magic number": (b"\x28\xb5", LONGEST, [], {"foreign": 1}),
     "JSON of another kind": (b'{"name": "x", "version": 1}', LONGEST, [], {"unknown": 1}),
     "gzip": (gzip.compress(join(LINES)), LONGEST, FOUND, {}),
-    "gzip, cut off": (gzip.compress(join(LINES))[:-30], LONGEST, [("repeat", 1, 4, 0, 7)], {"damaged": 1}),
+    "gzip, cut off": (
+        gzip.compress(join(LINES))[:-30],
+        LONGEST,
+        [("repeat", 1, 4, 0, 7)],
+        {"damaged": 1},
+    ),
     "zstd": (PACKED, LONGEST, FOUND, {}),
     "zstd in two frames": (FRAMES, LONGEST, FOUND, {}),
     "zstd, cut off": (PACKED[:-9], LONGEST, [], {"damaged": 1}),
     "zstd, damaged": (PACKED[:40] + b"\0" * 60 + PACKED[100:], LONGEST, [], {"damaged": 1}),
     "zstd with a window above that of its command": (TWO_GIB_WINDOW, LONGEST, [], {"damaged": 1}),
     "zstd of an indented document": (zstd.compress(INDENTED), LONGEST, FOUND, {}),
-    "zstd with a damaged first line": (zstd.compress(b'{"broken\n' + join(ROLLOUT)), LONGEST, FOUND, {"not_json": 1}),
+    "zstd with a damaged first line": (
+        zstd.compress(b'{"broken\n' + join(ROLLOUT)),
+        LONGEST,
+        FOUND,
+        {"not_json": 1},
+    ),
 }
 
 
@@ -103,16 +146,22 @@ def test_readable_part_of_a_file_is_used(name: str, tmp_path: Path) -> None:
 
 
 def test_problems_have_places_and_names(tmp_path: Path) -> None:
-    long = scan_values(tmp_path, [LINES[0], b"not json\n", *LINES[1:3], {"name": "x", "version": 1}])
+    long = scan_values(
+        tmp_path, [LINES[0], b"not json\n", *LINES[1:3], {"name": "x", "version": 1}]
+    )
 
     assert str(long.problems["not_json"].places[0]).endswith("lines.jsonl:2")
     assert long.problems["unknown"].names == {"an object with name, version": 1}
-    assert scan_file(tmp_path / "gone").problems["unreadable"].names == {"No such file or directory": 1}
+    assert scan_file(tmp_path / "gone").problems["unreadable"].names == {
+        "No such file or directory": 1
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("data", "size", "most"), [(LINES[0], 2**28, 2**25), (gzip.compress(b"{" + b" " * 2**26), 0, 2**24)], ids=["sparse", "gzip"]
+    ("data", "size", "most"),
+    [(LINES[0], 2**28, 2**25), (gzip.compress(b"{" + b" " * 2**26), 0, 2**24)],
+    ids=["sparse", "gzip"],
 )
 def test_long_line_takes_no_memory(data: bytes, size: int, most: int, tmp_path: Path) -> None:
     file = tmp_path / "f"
@@ -128,8 +177,12 @@ def test_long_line_takes_no_memory(data: bytes, size: int, most: int, tmp_path: 
     assert peak < most
 
 
-@pytest.mark.parametrize("data", [b"{}\n" * 2**18, b'{"a":"' + b"x" * 2**22], ids=["lines", "one line"])
-def test_zstd_bomb_is_not_read_to_its_end(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "data", [b"{}\n" * 2**18, b'{"a":"' + b"x" * 2**22], ids=["lines", "one line"]
+)
+def test_zstd_bomb_is_not_read_to_its_end(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = [0]
 
     class Counted(zstd.ZstdFile):
@@ -146,8 +199,12 @@ def test_zstd_bomb_is_not_read_to_its_end(data: bytes, tmp_path: Path, monkeypat
     assert read[0] < len(data)
 
 
-@pytest.mark.parametrize(("cut", "code", "said"), [(None, 0, "3 requests in 3 lines"), (-5, 1, "cut off")])
-def test_replay_reads_zstd(cut: int | None, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("cut", "code", "said"), [(None, 0, "3 requests in 3 lines"), (-5, 1, "cut off")]
+)
+def test_replay_reads_zstd(
+    cut: int | None, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = written(tmp_path / "p.json", policy("p", ANY, **USER))
     log = written(tmp_path / "log", zstd.compress(join([make_record()] * 3))[:cut])
 
@@ -162,11 +219,16 @@ HALVES = {"high": "\ud83d", "low": "\ude00", "two": "\ud83d\ud83d"}
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("where", ["lines", "document", "text", "otlp"])
 def test_half_surrogate_pairs_hide_no_loop(where: str, half: str, tmp_path: Path) -> None:
-    session = AgentSession([Did(FAILING.calls, (f"Error: part 1 is broken {HALVES[half]}. " + "It is. " * 30,))] * 8)
+    session = AgentSession(
+        [Did(FAILING.calls, (f"Error: part 1 is broken {HALVES[half]}. " + "It is. " * 30,))] * 8
+    )
     lines: dict[str, list[Any]] = {
         "lines": write_claude_code(session),
         "document": [json.dumps(write_claude_code(session), indent=1).encode()],
-        "text": [{**line, "request": json.dumps(line["request"])} for line in write_requests(session, "chat")],
+        "text": [
+            {**line, "request": json.dumps(line["request"])}
+            for line in write_requests(session, "chat")
+        ],
         "otlp": write_otlp(session),
     }
 
@@ -175,7 +237,22 @@ def test_half_surrogate_pairs_hide_no_loop(where: str, half: str, tmp_path: Path
     assert ([loop[0] for loop in scanned.loops], scanned.count("not_json")) == (["repeat"], 0)
 
 
-ODD: list[Any] = [None, True, 0, -1.5, 1e300, "", "x", [], {}, [[]], {"a": {}}, 10**30, "\ud800", "9" * 900]
+ODD: list[Any] = [
+    None,
+    True,
+    0,
+    -1.5,
+    1e300,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    10**30,
+    "\ud800",
+    "9" * 900,
+]
 
 
 @pytest.mark.slow
@@ -216,7 +293,9 @@ def scan(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[list[str], d
     return names, {kind: found["count"] for kind, found in report["problems"].items()}
 
 
-def test_links_in_circles_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_in_circles_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_lines(tmp_path / "a" / "one.jsonl", write_claude_code(SESSION))
     (tmp_path / "a" / "circle").symlink_to(tmp_path)
     (tmp_path / "a" / "again.jsonl").symlink_to(tmp_path / "a" / "one.jsonl")
@@ -230,7 +309,9 @@ def test_links_in_circles_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert scan(capsys, tmp_path, tmp_path / "a") == (["again.jsonl"], {"unreadable": 2})
 
 
-def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_out_of_the_folder_are_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     inside, outside = tmp_path / "in", tmp_path / "in-other"
     write_lines(outside / "secret.jsonl", write_claude_code(SESSION))
     write_lines(inside / "deep" / "own.jsonl", write_claude_code(SESSION))
@@ -250,7 +331,9 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_folder_that_cannot_be_listed_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_cannot_be_listed_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "closed").mkdir(mode=0)
 
     assert scan(capsys, tmp_path) == ([], {"unreadable": 1})

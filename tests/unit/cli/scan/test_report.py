@@ -17,14 +17,23 @@ from extproc.cli.scan.atif import Atif
 from tests.support import ROOT
 from tests.support.command import Run
 from tests.support.example_transcripts import list_examples
-from tests.support.transcripts import COPIES, AgentSession, write_atif, write_claude_code, write_lines, write_requests
+from tests.support.transcripts import (
+    COPIES,
+    AgentSession,
+    write_atif,
+    write_claude_code,
+    write_lines,
+    write_requests,
+)
 from tests.support.turn_writers import Did
 
 WORKING = Did((("read", {"path": "a"}),), ("It works.",))
 FINE = Did((("read", {"path": "b"}),), ("It works, too.",))
 ANOTHER = Did((("build", {"part": "b"}),), ("Error: cannot be built. " + "It cannot. " * 30,))
 EXAMPLES = ROOT / "examples" / "transcripts"
-FAILING = Did((("check", {"part": "secret-part"}),), ("Error: secret-part is broken. " + "It is. " * 30,))
+FAILING = Did(
+    (("check", {"part": "secret-part"}),), ("Error: secret-part is broken. " + "It is. " * 30,)
+)
 
 
 def scan(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
@@ -35,7 +44,11 @@ def scan(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str
 
 
 def test_examples_are_current() -> None:
-    found = {str(file.relative_to(EXAMPLES)): file.read_text() for file in EXAMPLES.rglob("*") if file.is_file()}
+    found = {
+        str(file.relative_to(EXAMPLES)): file.read_text()
+        for file in EXAMPLES.rglob("*")
+        if file.is_file()
+    }
 
     assert found == list_examples()
     assert sum(map(len, found.values())) < 200_000
@@ -44,10 +57,22 @@ def test_examples_are_current() -> None:
 def test_report_on_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     report = scan(capsys, EXAMPLES)
 
-    assert (report["conversations"], report["looped"], report["only_noted"], report["loops"]) == (12, 5, 1, 5)
+    assert (report["conversations"], report["looped"], report["only_noted"], report["loops"]) == (
+        12,
+        5,
+        1,
+        5,
+    )
     assert report["formats"] == {"ATIF": 1, "Claude Code": 4, "Codex": 3, "OTLP": 2, "requests": 2}
     assert report["problems"] == {}
-    assert [loop["rule"] for loop in report["worst"]] == ["repeat", "repeat", "cycle", "repeat", "error", "repeat"]
+    assert [loop["rule"] for loop in report["worst"]] == [
+        "repeat",
+        "repeat",
+        "cycle",
+        "repeat",
+        "error",
+        "repeat",
+    ]
     assert [(row["name"], row["loops"]) for row in report["by"]["tool"] if row["loops"]] == [
         ("Edit", 1), ("Read", 1), ("exec_command", 1), ("search_orders", 1), ("bash", 1),
     ]  # fmt: skip
@@ -57,7 +82,9 @@ def test_report_on_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     for group in ("day", "project", "agent", "tool"):
         assert sum(row["loops"] for row in report["by"][group]) == 5
         for after in ("after_note", "after_stop"):
-            assert sum(row[after]["tokens"] for row in report["by"][group]) == report[after]["tokens"]
+            assert (
+                sum(row[after]["tokens"] for row in report["by"][group]) == report[after]["tokens"]
+            )
     assert report["after_note"]["dollars"] > report["after_stop"]["dollars"] > 0
 
 
@@ -67,22 +94,41 @@ def test_text_has_savings_then_the_worst_loop(capsys: pytest.CaptureFixture[str]
     assert run.code == 0
     lines = run.out.splitlines()
     assert lines[0] == "5 of 12 conversations looped."
-    assert lines[1].startswith("Loopguard would have saved 45 calls, 2.02M tokens, $0.73 (36% of all tokens): ")
-    assert lines[2].endswith("its note at the third, it would have saved 71 calls, 2.73M tokens, $0.93 (49% of all tokens).")
+    assert lines[1].startswith(
+        "Loopguard would have saved 45 calls, 2.02M tokens, $0.73 (36% of all tokens): "
+    )
+    assert lines[2].endswith(
+        "its note at the third, it would have saved 71 calls, 2.73M tokens, $0.93 (49% of all "
+        "tokens)."
+    )
     worst = lines[
-        lines.index("The worst loop") + 2 : lines.index("By day (UTC): calls that went on after a note, and after a stop") - 1
+        lines.index("The worst loop") + 2 : lines.index(
+            "By day (UTC): calls that went on after a note, and after a stop"
+        )
+        - 1
     ]
     assert worst[0] == " 1. Edit: the same input, the same result, 30 turns in 10m"
-    assert worst[1] == "    claude-code in /home/ann/shop, Claude Code 5f0c7a52-7d0e-4b8e-9a55-2f3f2f6f1c01"
+    assert (
+        worst[1]
+        == "    claude-code in /home/ann/shop, Claude Code 5f0c7a52-7d0e-4b8e-9a55-2f3f2f6f1c01"
+    )
     assert worst[2].startswith('    > Edit | {"file_path":"src/cart.ts",')
     assert worst[3].startswith("    call 10 of 40, 2026-11-02 09:03:00 UTC: the loop begins, ")
     assert worst[4:] == [
-        "    call 13: Loopguard adds a note for the model; the loop continues for 28 calls, 1.66M tokens, $0.60",
+        (
+            "    call 13: Loopguard adds a note for the model; the loop continues for 28 calls, "
+            "1.66M "
+            "tokens, $0.60"
+        ),
         "    call 15: Loopguard asks for a final answer without tools",
         "    call 17: Loopguard refuses, which saves 24 calls, 1.44M tokens, $0.52",
         "    call 40: the loop ends",
     ]
-    assert run.out.index("By tool") < run.out.index("The next worst loops") < run.out.index(" 2. Read: ")
+    assert (
+        run.out.index("By tool")
+        < run.out.index("The next worst loops")
+        < run.out.index(" 2. Read: ")
+    )
     assert " 3. " not in run.out
 
 
@@ -97,7 +143,9 @@ def test_error_without_transcripts_suggests_the_examples(
 
     (told,) = [line for line in run.err.splitlines() if line.startswith("loopguard: ")]
     assert ".claude/projects" in told
-    assert told.endswith("; name files or folders, or try `loopguard scan examples/transcripts` in a checkout")
+    assert told.endswith(
+        "; name files or folders, or try `loopguard scan examples/transcripts` in a checkout"
+    )
 
 
 def test_scan_imports_no_server() -> None:
@@ -105,16 +153,23 @@ def test_scan_imports_no_server() -> None:
         "import sys; from extproc.cli.main import main; main(['scan', 'examples/transcripts']);"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
-    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
-    assert {"google", "grpc", "h2", "jinja2", "redis", "uvloop"} & set(told.splitlines()[-1].split()) == set()
+    assert {"google", "grpc", "h2", "jinja2", "redis", "uvloop"} & set(
+        told.splitlines()[-1].split()
+    ) == set()
 
 
 def test_contents_need_the_flag_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
     page = tmp_path / "page.html"
 
-    outputs = [Run(capsys, "scan", *flags, "--html", str(page), str(tmp_path / "f.jsonl")).out for flags in ([], ["--json"])]
+    outputs = [
+        Run(capsys, "scan", *flags, "--html", str(page), str(tmp_path / "f.jsonl")).out
+        for flags in ([], ["--json"])
+    ]
     hidden = [*outputs, page.read_text()]
     shown = Run(capsys, "scan", "--show", "--html", str(page), str(tmp_path / "f.jsonl")).out
 
@@ -124,7 +179,9 @@ def test_contents_need_the_flag_show(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_copied_calls_count_once(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copied_calls_count_once(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common, own, other = [WORKING, *[FAILING] * 8], [FAILING] * 3, [WORKING, FINE, *[ANOTHER] * 7]
     parent = AgentSession([*common, *own], name="parent")
     resumed = parent._replace(turns=[*parent.turns, FAILING], name="resumed")
@@ -137,17 +194,29 @@ def test_copied_calls_count_once(way: str, tmp_path: Path, capsys: pytest.Captur
     report = scan(capsys, tmp_path)
 
     assert report["spent"]["calls"] == 9 + 3 + 1 + 9
-    assert report["spent"]["tokens"] == parent.add_tokens(1, 12) + resumed.add_tokens(13, 13) + fork.add_tokens(10, 18)
-    assert (report["copies"], report["conversations"], report["looped"], report["loops"]) == (9 + 12 + 12, 2, 2, 3)
+    assert report["spent"]["tokens"] == parent.add_tokens(1, 12) + resumed.add_tokens(
+        13, 13
+    ) + fork.add_tokens(10, 18)
+    assert (report["copies"], report["conversations"], report["looped"], report["loops"]) == (
+        9 + 12 + 12,
+        2,
+        2,
+        3,
+    )
     assert report["after_note"]["calls"] == (10 - 4) + (18 - 14) + (13 - 9)
     assert report["after_stop"]["calls"] == (10 - 8) + (13 - 9)
     assert report["after_note"]["tokens"] == (
-        parent.add_tokens(5, 9) + fork.add_tokens(10, 10) + fork.add_tokens(15, 18) + resumed.add_tokens(10, 13)
+        parent.add_tokens(5, 9)
+        + fork.add_tokens(10, 10)
+        + fork.add_tokens(15, 18)
+        + resumed.add_tokens(10, 13)
     )
 
 
 UNPRICED = AgentSession([FAILING] * 8, model="nobody-knows")
-UNANSWERED = [{**line, "response": None} for line in write_requests(AgentSession([FAILING] * 8), "chat")]
+UNANSWERED = [
+    {**line, "response": None} for line in write_requests(AgentSession([FAILING] * 8), "chat")
+]
 FOLLOWED = "followed Loopguard's note at the third identical turn, it would have saved 2 calls"
 
 
@@ -172,21 +241,30 @@ def test_text_says_only_what_is_known(
     assert said != "0 of 1 conversation looped." or len(run.out.splitlines()) < 5
 
 
-def test_tokens_without_price_have_no_dollars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_without_price_have_no_dollars(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lines(tmp_path / "f.jsonl", write_claude_code(UNPRICED))
 
     report = scan(capsys, tmp_path)
 
-    assert (report["after_note"]["dollars"], report["spent"]["unpriced_tokens"]) == (None, report["spent"]["tokens"])
+    assert (report["after_note"]["dollars"], report["spent"]["unpriced_tokens"]) == (
+        None,
+        report["spent"]["tokens"],
+    )
 
 
-def test_since_ignores_older_files_and_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_since_ignores_older_files_and_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     write_lines(old, write_claude_code(AgentSession([FAILING] * 8, name="old")))
     now = AgentSession([FAILING] * 8, name="new")._replace(
         begins=AgentSession([]).begins.fromtimestamp(time.time() - 600, tz=None).astimezone()
     )
-    write_lines(new, [*write_claude_code(now), *write_claude_code(AgentSession([FAILING] * 8, name="old"))])
+    write_lines(
+        new, [*write_claude_code(now), *write_claude_code(AgentSession([FAILING] * 8, name="old"))]
+    )
     os.utime(old, (1_000_000, 1_000_000))
 
     report = scan(capsys, "--since", "2", tmp_path)
@@ -195,7 +273,9 @@ def test_since_ignores_older_files_and_conversations(tmp_path: Path, capsys: pyt
     assert len(scan(capsys, tmp_path)["found"]) == 2
 
 
-def test_problems_are_warnings_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_are_warnings_and_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
     file.write_bytes(file.read_bytes() + b"{cut off\n" + b'{"type":"hologram","sessionId":"s1"}\n')
     (tmp_path / "picture").write_bytes(b"\x89PNG")
@@ -212,7 +292,11 @@ def test_problems_are_warnings_and_notes(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "code", "complaint"),
     [
         (["{empty}"], 1, "loopguard: nothing to scan in {empty}: no file contains a conversation"),
-        (["{empty}/gone"], 2, "loopguard: {empty}/gone does not exist: name a file or a folder of transcripts"),
+        (
+            ["{empty}/gone"],
+            2,
+            "loopguard: {empty}/gone does not exist: name a file or a folder of transcripts",
+        ),
         (
             ["{empty}", "--html", "{empty}"],
             2,
@@ -221,12 +305,20 @@ def test_problems_are_warnings_and_notes(tmp_path: Path, capsys: pytest.CaptureF
         (
             ["{empty}", "--top", "0"],
             2,
-            "loopguard: argument --top: must be a positive integer, not '0'; see 'loopguard scan --help'",
+            (
+                "loopguard: argument --top: must be a positive integer, not '0'; see 'loopguard "
+                "scan "
+                "--help'"
+            ),
         ),
     ],
 )
 def test_usage_error_says_what_would_be_right(
-    arguments: list[str], code: int, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    code: int,
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = Run(capsys, "scan", *[argument.format(empty=tmp_path) for argument in arguments])
 
@@ -238,7 +330,9 @@ def test_bug_in_reading_costs_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b"):
-        write_lines(tmp_path / f"{name}.jsonl", [write_atif(AgentSession([FAILING] * 8, name=name))])
+        write_lines(
+            tmp_path / f"{name}.jsonl", [write_atif(AgentSession([FAILING] * 8, name=name))]
+        )
     read = Atif.read
 
     def fail(self: Atif, data: bytes, place: FilePlace) -> bool:
@@ -258,6 +352,8 @@ def test_files_below_home_are_shown_with_a_tilde(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    write_lines(tmp_path / ".claude/projects/p/s.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
+    write_lines(
+        tmp_path / ".claude/projects/p/s.jsonl", write_claude_code(AgentSession([FAILING] * 8))
+    )
 
     assert "~/.claude/projects/p/s.jsonl:" in Run(capsys, "scan").out

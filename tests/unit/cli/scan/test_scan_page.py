@@ -32,11 +32,16 @@ def make_session(attack: str) -> AgentSession:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", deepen(FORMATS, "claude code", "responses", "otlp messages"))
-def test_names_and_contents_are_escaped(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_and_contents_are_escaped(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page, outlines = tmp_path / "page.html", []
     for attacks in (ATTACKS, ["plain" * 5] * len(ATTACKS)):
         lines = [line for attack in attacks for line in FORMATS[name](make_session(attack))]
-        file = write_lines(tmp_path / "f.jsonl", [*lines, *({"type": attack, "sessionId": "s"} for attack in attacks)])
+        file = write_lines(
+            tmp_path / "f.jsonl",
+            [*lines, *({"type": attack, "sessionId": "s"} for attack in attacks)],
+        )
         run = Run(capsys, "scan", "--show", "--html", str(page), str(file))
         assert (run.code, "\x1b" in run.out) == (0, False)
         outlines.append(Outline(page.read_text()))

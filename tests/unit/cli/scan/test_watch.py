@@ -45,7 +45,9 @@ TURNS = st.builds(
 
 
 def describe(loop: Repeat | None) -> str:
-    return "" if loop is None else f"{loop.rule} {loop.count} {loop.strength} {loop.step} {loop.held}"
+    return (
+        "" if loop is None else f"{loop.rule} {loop.count} {loop.strength} {loop.step} {loop.held}"
+    )
 
 
 def find_live(shape: str, turns: list[Did]) -> str:
@@ -78,18 +80,29 @@ def find_scanned(shape: str, turns: list[Did]) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@given(turns=st.lists(TURNS, min_size=1, max_size=6), order=st.lists(st.integers(0, 5), max_size=40))
+@given(
+    turns=st.lists(TURNS, min_size=1, max_size=6), order=st.lists(st.integers(0, 5), max_size=40)
+)
 def test_calls_are_judged_as_their_requests(shape: str, turns: list[Did], order: list[int]) -> None:
-    done = [turns[number % len(turns)]._replace(number=place) for place, number in enumerate(order, 1)]
-    done = [turn._replace(calls=turn.calls, results=turn.results[: len(turn.calls)]) for turn in done]
+    done = [
+        turns[number % len(turns)]._replace(number=place) for place, number in enumerate(order, 1)
+    ]
+    done = [
+        turn._replace(calls=turn.calls, results=turn.results[: len(turn.calls)]) for turn in done
+    ]
 
-    assert find_scanned(shape, done) == [find_live(shape, done[:count]) for count in range(1, len(done) + 1)]
+    assert find_scanned(shape, done) == [
+        find_live(shape, done[:count]) for count in range(1, len(done) + 1)
+    ]
 
 
 def test_loop_of_large_turns_is_found() -> None:
     large = Did((("read", {"path": "a"}),), ("Error: " + "x" * 400_000,))
 
-    assert find_scanned("chat", [large] * 4)[2:] == ["repeat 3 strong 0 False", "repeat 4 strong 0 False"]
+    assert find_scanned("chat", [large] * 4)[2:] == [
+        "repeat 3 strong 0 False",
+        "repeat 4 strong 0 False",
+    ]
 
 
 def test_only_the_newest_turns_are_kept() -> None:
@@ -108,7 +121,12 @@ def test_calls_after_an_unreadable_message_are_not_judged() -> None:
     text = {"type": "text", "text": "x"}
     for content in (*[[text]] * 4, [text] * 200_000, *[[text]] * 4):
         watch.ask(ModelCall(PLACE))
-        watch.add([json.dumps({"role": "assistant", "content": content}).encode(), b'{"role":"user","content":"no"}'])
+        watch.add(
+            [
+                json.dumps({"role": "assistant", "content": content}).encode(),
+                b'{"role":"user","content":"no"}',
+            ]
+        )
     watch.close()
 
     assert [(loop.noted, loop.ends) for loop in done[0].loops] == [(4, 5)]
