@@ -22,6 +22,7 @@ from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.orders import apply_orders, order
 from tests.support.service import (
+    RecordingStore,
     decoded,
     exchange,
     headers_of,
@@ -47,6 +48,14 @@ from tests.support.session_limits import (
 )
 from tests.support.turn_writers import Did, as_chat
 
+DETECTOR = {
+    "name": "t",
+    "enabled": True,
+    "similarity": "turns",
+    "window_seconds": 60,
+    "threshold_identical_requests": 3,
+    "action": "warn",
+}
 PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}  # a dollar for each token
 
 
@@ -562,3 +571,40 @@ def test_explain_lists_the_keys_of_a_session(
     assert "header:x-run, or" in printed
     assert "body:/run" in printed
     assert "unnamed" in printed
+
+
+class _CallsStore(RecordingStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def hit(self, *asked: Any) -> Any:  # noqa: ANN401  # as in RecordingStore
+        self.calls.append("hit")
+        return super().hit(*asked)
+
+    def push(self, *asked: Any) -> Any:  # noqa: ANN401  # as in RecordingStore
+        self.calls.append("push")
+        return super().push(*asked)
+
+
+@pytest.mark.parametrize(
+    ("named", "spec", "expected"),
+    [
+        (True, {"loop_detection": DETECTOR}, ["push"]),
+        (False, {"loop_detection": DETECTOR}, ["push"]),
+        (True, {"session_limits": {"max_steps": 9}}, ["hit"]),
+        (False, {"session_limits": {"max_steps": 9}}, ["push", "hit"]),
+        (False, {"session_limits": {"max_steps": 9}, "loop_detection": DETECTOR}, ["push", "hit"]),
+    ],
+)
+def test_store_is_called_at_most_twice_per_request(
+    named: bool, spec: dict[str, Any], expected: list[str]
+) -> None:
+    if named:
+        spec = {**spec, "session": {"keys": ["header:x-session-id"]}}
+    item = {"id": "p", "spec": {"selector": ANY, "limit_keys": ["header:x-team"], **spec}}
+    store = _CallsStore()
+
+    ask(make_service(item, store=store), turns(7), session="s" if named else "")
+
+    assert store.calls == expected
