@@ -153,7 +153,7 @@ turns, take up to 80 % longer."""
 
 
 def find_endpoint(question: Question) -> Endpoint:
-    """The endpoint of a request, which determines the format of answers; the default API's if the request is unknown."""
+    """The request's endpoint, which has the format of answers; if unknown, the default API's."""
     request = question.request
     content_type = request.headers.get("content-type", b"")
     for match, endpoint in _CONTENT_TYPES:
@@ -228,7 +228,7 @@ def _read_path(path: str) -> PathFacts:
 
 
 def write_regex(name: str) -> str:
-    """Matches whole paths of an API on which a model answers; Python and Envoy's RE2 read it alike."""
+    """Matches whole paths on which a model answers; Python and Envoy's RE2 read it alike."""
     patterns = [
         pattern.replace(r"\A(?>.*?", "(?:").removesuffix(r"\Z") for pattern in _COMPLETING[name]
     ]

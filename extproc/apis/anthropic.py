@@ -1,4 +1,4 @@
-"""Anthropic's messages, in its own API and in Vertex AI: calls, results and thoughts are blocks of a message's content."""
+"""Anthropic's messages, also in Vertex AI: calls, results and thoughts are blocks of a content."""
 # interpreted: little work besides json and msgspec
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ENDED = {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """Write an error with `type` beside `error` (docs.anthropic.com, Errors); clients with a schema expect both."""
+    """Write an error with the `type` that clients expect (docs.anthropic.com, Errors)."""
     return frame_json(refusal.status, {"type": "error", **make_error(refusal)})
 
 

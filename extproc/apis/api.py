@@ -160,7 +160,7 @@ class ToolsLeft(Enum):
 
 
 class ToolList(NamedTuple):
-    """A list of tools that a body declares, and the tool choice beside it (such as `tools` and `tool_choice`).
+    """A body's list of tools and the tool choice beside it, such as `tools` and `tool_choice`.
 
     Attributes:
         beside: key of the conversation beside them; empty for a body without one.
@@ -290,7 +290,7 @@ class Api(NamedTuple):
 
 
 def make_error(refusal: Refusal) -> dict[str, Any]:
-    """The error body that most clients understand, with Loopguard's `detail`; some APIs add to it."""
+    """The error body that most clients understand, with Loopguard's `detail`."""
     error = {
         "message": refusal.message,
         "type": refusal.reason,

@@ -1,7 +1,4 @@
-"""Amazon Bedrock's runtime.
-
-Converse, whose `messages` have blocks named by their only key, and models' own formats.
-"""
+"""Amazon Bedrock's runtime: Converse, whose blocks are named by their only key, and models' own."""
 # interpreted: little work besides json and msgspec
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ def _find_model(path: str) -> str:
 
 
 def _list_models(model: str) -> list[str]:
-    """Other names of the model: without its ARN, and without the geography of an inference profile."""
+    """Names of the model without its ARN, and without the geography of an inference profile."""
     named = model.rpartition("/")[2] if model.startswith(_ARN) else model
     return [named, _GEOGRAPHY.sub("", named)]
 
@@ -119,7 +116,7 @@ _STRING = 7
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """Write an error with `message` in the body and its type in a header (smithy.io, AWS restJson1, operation errors)."""
+    """Write an error with its type in a header (smithy.io, AWS restJson1, operation errors)."""
     kind = _TYPES.get(refusal.status) or _TYPES[400 if refusal.status < 500 else 500]  # noqa: PLR2004  # HTTP's
     return frame_json(
         refusal.status,

@@ -248,7 +248,7 @@ def list_texts(parts: list[Part]) -> list[str]:
 
 
 def is_injected(text: str) -> bool:
-    """Whether a text beside a result consists of elements of the agent's own harness, such as `<system-reminder>`.
+    """Whether a text beside a result is only elements of the harness, such as `<system-reminder>`.
 
     Elements named after a result or a speaker, such as `<browser_state>` and `<feedback>`, are not
     the harness's.

@@ -142,7 +142,7 @@ def name_by_role(message: Any) -> str:  # noqa: ANN401  # a struct with a role
 
 
 def take_list(value: Json) -> Sequence[Json]:
-    """The messages of a list; empty if the value is not a list, or is a list of texts or numbers."""
+    """The messages of a list; empty for any other value, and for a list of texts or numbers."""
     if not isinstance(value, list) or not value:
         return ()
     return value if isinstance(value[0], _OBJECTS) or dict in set(map(type, value)) else ()
@@ -466,7 +466,7 @@ class KnownBody:
         return self.data.startswith(raw, self.starts[place])
 
     def keeps_spoken(self, earlier: KnownBody, count: int) -> bool:
-        """Whether all messages of an earlier body are here, except changed results and later words of users.
+        """Whether all messages of an earlier body are here; results and later words may differ.
 
         `count`: number of leading messages that are known to be equal.
         """
@@ -520,7 +520,7 @@ class Message:
         conversation: Conversation | None,
         parts: list[Part] | None = None,
     ) -> None:
-        """A message of a conversation; without one, `parts` are the message, which is part of another message."""
+        """A message of a conversation, or the `parts` of one that are a message of their own."""
         self.shape = shape
         self.speaker = speaker
         self.place = place
@@ -643,7 +643,7 @@ class Conversation:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether earlier turns are not in the messages: the server stores them, or a plain prompt contains them."""
+        """Whether earlier turns are on the server or within a plain prompt, not in messages."""
         return bool(self.before.after) or self.before.in_words
 
     @property
@@ -772,7 +772,7 @@ class Conversation:
         return marks is not None and marks(self.body, self.open_message(self._count - 1))
 
     def read_backwards(self) -> Iterator[Message]:
-        """The messages from the newest to the oldest, without thoughts; parallel calls are one message.
+        """The messages without thoughts, newest first; parallel calls are one message.
 
         Raises:
             NotCounted: there are too many.
@@ -796,7 +796,7 @@ class Conversation:
         self.check_count()
 
     def find_group(self, number: int) -> Group | None:
-        """A turn, 0 being the newest; None if there are fewer, or if it begins before the newest MAX_STEPS messages."""
+        """A turn by number, newest first; None if it is not in the newest MAX_STEPS messages."""
         known, groups = self.known, self._groups
         if known is not None and self._count <= MAX_STEPS:
             return known.find_group(number)
@@ -1044,7 +1044,7 @@ class Shapes:
         raise NotCounted("no_messages")
 
     def _fill_body(self, value: Json) -> Json:
-        """Add the other keys of a body that was decoded as a whole because a value has an unexpected type."""
+        """Add the other keys of a body that was decoded as a whole, as a type is unexpected."""
         given = value if isinstance(value, dict) else {}
         model = given.get("model")
         if isinstance(model, dict | list):
@@ -1087,7 +1087,7 @@ class _KnownShape:
         return self._opens.match(data, key) if key >= 0 else None
 
     def open_conversation(self, data: bytes, opens: re.Match[bytes]) -> Conversation | None:
-        """The conversation in a body; None if anything is unexpected, or there is no assistant message."""
+        """The conversation in a body; None if it is unusual, or has no assistant message."""
         shape, end = self._shape, opens.end()
         first = data.find(shape.mark, end)
         if first < 0:
@@ -1182,7 +1182,7 @@ def locate_message(conversation: Conversation, place: int) -> tuple[int, int]:
 
 
 def _make_body(shapes: Sequence[Shape], others: Sequence[str]) -> type[Struct]:
-    """A struct of the keys of all shapes and other readers, so that one pass over a body finds them all."""
+    """A struct of the keys of all shapes and readers, so that one pass over a body finds them."""
     keys: dict[str, Any] = {"model": (str | None, None)}
     for shape in shapes:
         for field in fields(shape.body):
@@ -1218,7 +1218,7 @@ def _holds(value: Any) -> bool:  # noqa: ANN401  # any value of the key
 
 # A struct that is made at run time
 def _read_number(body: Any, keys: Sequence[str], *, lenient: bool = True) -> int:  # noqa: ANN401
-    """A positive number among a body's options, also in a string, as lenient servers read it; 0 for anything else."""
+    """A positive number among a body's options, also as a string, as servers read it; else 0."""
     found = getattr(body, keys[0])
     if found is ABSENT or type(found) is not Raw or len(found) > _LONGEST_OPTIONS:
         return 0

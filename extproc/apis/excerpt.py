@@ -1,4 +1,4 @@
-"""Excerpts of bodies that are too long to inspect: everything before the messages, and the newest messages.
+"""Excerpts of bodies that are too long to inspect: all before the messages, and the newest ones.
 
 Only older messages are omitted, so the rest is valid JSON of bounded length. The start of a message
 is found reliably, whatever its texts contain, because quotes and brackets are tracked through the
@@ -16,7 +16,10 @@ MAX_BRACKETS: Final = 200_000
 """Maximum number of quotes and of brackets in omitted bytes. Tracking this many takes 20 ms."""
 
 MAX_AT_ONCE: Final = 8 * 2**20
-"""Maximum number of bytes to omit at once, in 20 ms; a body that arrives in chunks may be longer."""
+"""Maximum number of bytes to omit at once, which takes 20 ms.
+
+A body that arrives in chunks may be longer.
+"""
 
 MAX_DEPTH: Final = 64
 """Maximum nesting within an omitted element of the list."""
@@ -60,7 +63,7 @@ class Position:
 
     @property
     def is_at_top(self) -> bool:
-        """Whether the position is directly in that object or list, not in a string or inner value."""
+        """Whether the position is in that object or list, not in a string or inner value."""
         return not (self.lost or self._open or self._in_string or self._escaped)
 
     def skip(self, data: bytes) -> None:
@@ -162,7 +165,7 @@ class Excerpt:
         self._position = Position()
 
     def shorten(self, data: bytearray) -> None:
-        """Remove older messages from the middle of the bytes so far, which leaves an eighth of `most` free."""
+        """Remove messages from the middle of the bytes, so that an eighth of `most` is free."""
         end = max(self._head, len(data) - self._tail)
         self._skip(data[: self._head], data[self._head : end])
         del data[self._head : end]

@@ -1,7 +1,4 @@
-"""Gemini's `generateContent`, in Google's AI Studio and Vertex AI.
-
-`contents` whose parts are named by their only key.
-"""
+"""Gemini's `generateContent`, also in Vertex AI: `contents` with parts named by their only key."""
 # interpreted: msgspec creates Structs from annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ _FILES = frozenset({"inlineData", "inline_data", "fileData", "file_data"})
 
 _COLLECTIONS = ("/models", "/tunedModels", "/endpoints")
 _NO_NAMES = frozenset({"count-tokens"})
-"""Anthropic's SDK for Vertex AI sends these instead of the model's name, which is then in the body."""
+"""Anthropic's SDK for Vertex AI sends these in place of the model, which is then in the body."""
 
 
 class Content(Struct, gc=False):
@@ -174,7 +171,7 @@ def _pick(fields: Fields, *keys: str) -> str:
 
 
 def _find_model(path: str) -> str:
-    """The model's name in a path of Google's APIs: the last segment, before a colon and the method."""
+    """The model in a path of Google's APIs: the last segment, without a colon and the method."""
     before, _, last = path.rpartition("/")
     name = last.rpartition(":")[0]
     return decode_name(name) if before.endswith(_COLLECTIONS) and name not in _NO_NAMES else ""
@@ -220,7 +217,7 @@ def complete(completion: Completion, _: Question) -> Framed:
 
 
 def complete_in_pieces(completion: Completion, question: Question) -> Framed:
-    """The same response as the only event of a stream or the only element of an array, depending on the query."""
+    """The response as the only event of a stream or element of an array, as the query asks."""
     content = _make_content(completion)
     if question.request.read_parameter("alt") == "sse":
         return frame_events([content])

@@ -33,7 +33,7 @@ MAX_ID: Final = 512
 """Maximum length of an id that a refusal repeats, in bytes of JSON; a UUID has 38."""
 
 _ERROR_CODE: Final = -32000
-"""In the range that JSON-RPC reserves for servers (section 5.1); A2A's own codes start at -32001."""
+"""One of the codes that JSON-RPC reserves for servers (section 5.1); A2A's start at -32001."""
 
 _TOOL_CALL: Final = "tools/call"  # MCP, since its first revision
 _MESSAGES: Final = frozenset(
@@ -67,7 +67,7 @@ Fields = dict[str, msgspec.Raw]
 
 
 class McpHeaders(NamedTuple):
-    """The call in a request's body, according to its headers `Mcp-Method` and `Mcp-Name` (MCP 2026-07-28).
+    """The call in a body, according to the headers `Mcp-Method` and `Mcp-Name` (MCP 2026-07-28).
 
     Attributes:
         method: the JSON-RPC method.
@@ -153,7 +153,7 @@ def read_call(document: Document) -> tuple[str, Fields, msgspec.Raw]:
 
 
 def read_id(request_id: msgspec.Raw) -> bytes | None:
-    """The id of a request as sent; None for a notification, and for an id that an answer cannot repeat.
+    """A request's id as sent; None for a notification, or if an answer cannot repeat it.
 
     Raises:
         NotCounted: it is not JSON.
@@ -165,7 +165,7 @@ def read_id(request_id: msgspec.Raw) -> bytes | None:
 
 
 def spell_call(tool: str, params: Fields) -> bytes:
-    """The canonical form for comparison: a tool and its arguments, or a separator and the parts of a message.
+    """The canonical form: a tool and its arguments, or a separator and the parts of a message.
 
     Values that identify one request (`id`, `params._meta`, a message's ids) are omitted.
 
@@ -177,11 +177,12 @@ def spell_call(tool: str, params: Fields) -> bytes:
 
 def show_call(spelled: bytes) -> str:
     """Format the result of `spell_call` for people."""
-    return f"{'message' if spelled.startswith(_SEPARATOR) else ''}{spelled.replace(_SEPARATOR, b' | ').decode()}"
+    kind = "message" if spelled.startswith(_SEPARATOR) else ""
+    return f"{kind}{spelled.replace(_SEPARATOR, b' | ').decode()}"
 
 
 def frame_answer(identity: bytes, tool: str, message: str, accept: str) -> Framed:
-    """Answer in the protocol: as a tool's result, which the model reads, or as an error for a message.
+    """Answer as a tool's result, which the model reads, or with an error for a message.
 
     Args:
         identity: the request's id as sent.
@@ -201,7 +202,7 @@ def frame_answer(identity: bytes, tool: str, message: str, accept: str) -> Frame
 
 
 def _write_error(refusal: Refusal, question: Question) -> Framed:
-    """Write an error under the request's own id, or under null if an answer cannot repeat it (JSON-RPC 2.0, section 5)."""
+    """Write an error with the request's id, or null if it has no valid one (JSON-RPC 2.0, 5)."""
     try:
         identity = read_id(question.find("id"))
     except NotCounted:
@@ -268,7 +269,7 @@ def _read_params(request: Fields) -> tuple[str, Fields]:
 
 
 def _spell_arguments(params: Fields) -> bytes:
-    """The arguments and the user's answers in canonical form; null and missing arguments equal empty ones."""
+    """Arguments and user's answers in canonical form; null and no arguments equal empty ones."""
     arguments = _open_bounded(params.get("arguments", ABSENT))
     spelled = write_canonical({} if arguments is None else arguments)
     answers = {name: _open_bounded(params[name]) for name in _ANSWERS if name in params}

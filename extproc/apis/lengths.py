@@ -1,4 +1,4 @@
-"""The length of what a model reads in a request: texts, calls, results and tools, without ids and JSON around them."""
+"""The length of what a model reads: texts, calls, results and tools, without ids and JSON."""
 
 from __future__ import annotations
 

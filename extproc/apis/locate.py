@@ -1,4 +1,4 @@
-"""Finds a conversation in a body that is being edited, and places for notes in its newest messages."""
+"""Finds a conversation in a body that is being edited, and places for notes in it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Locations:
         raise NotCounted("no_messages")
 
     def locate_results(self, patch: Patch, document: Document | None = None) -> list[Place]:
-        """Places for a note in the newest results of a conversation, or else in the user's last message.
+        """Places for a note in the newest results, or else in the user's last message.
 
         Args:
             patch: the edit of the body.
@@ -107,7 +107,7 @@ def open_patch(document: Document | None, data: bytes) -> Patch:
 def _read_newest(
     patch: Patch, shape: Shape, given: Value, document: Document | None
 ) -> list[tuple[str, Any, Value]]:
-    """The messages after the newest assistant message, last first: speaker, struct of the shape, position.
+    """The messages after the newest of the assistant, last first: speaker, struct, position.
 
     Only these are decoded if all offsets are known. A prefill does not count as the newest.
 

@@ -27,7 +27,7 @@ def complete_text(completion: Completion, question: Question) -> Framed | None:
 
 
 def _complete(completion: Completion, question: Question, say: Any) -> Framed | None:  # noqa: ANN401  # a lambda
-    """Answer in two lines, or in one if requested; None without a model, because other APIs share these paths."""
+    """Answer in two lines, or in one if requested; None without a model: a path of another API."""
     if not question.has("model") or not completion.model:
         return None
     created = datetime.fromtimestamp(completion.created, UTC).isoformat().replace("+00:00", "Z")

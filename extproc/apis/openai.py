@@ -169,7 +169,7 @@ def _read_function(call: Raw) -> Part:
 
 
 def _marks_prefill(body: Json, message: Json) -> bool:
-    """Whether the last message is marked as the start of the answer: on itself (Mistral, DeepSeek), or in the body (vLLM)."""
+    """Whether message (Mistral, DeepSeek) or body (vLLM) says that it starts the answer."""
     return bytes(message.prefix) == _TRUE or bytes(body.continue_final_message) == _TRUE
 
 

@@ -66,7 +66,7 @@ API adds its own."""
 def locate_text(
     patch: Patch, content: Value | None, block: tuple[bytes, bytes], *, result: bool
 ) -> list[Place]:
-    """The place in a content: after its newest text, results aside, or else in a new block at its end.
+    """The place in a content: after its newest text that is no result, or in a new last block.
 
     Args:
         patch: the edit of the body.

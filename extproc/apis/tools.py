@@ -43,7 +43,7 @@ class DeclaredTool:
         entry: Any,  # noqa: ANN401  # made at run time
         get_schemas: Callable[[Any], tuple[Raw, ...]],
     ) -> None:
-        """`entry` is the list's entry that is or contains the tool; `get_schemas` reads its possible schemas."""
+        """`entry` is the list's entry with the tool; `get_schemas` reads its schemas."""
         self._tool = tool
         self._entry = entry
         self._get_schemas = get_schemas
@@ -105,7 +105,7 @@ class ToolReader:
         return {}
 
     def may_declare(self, document: Document, tools: frozenset[str]) -> bool:
-        """Whether a body may declare one of these tools by `name` or `type`; a quick check that may be wrong if true."""
+        """Whether a body may declare one of these tools; a quick check, true if in doubt."""
         conversation = document.conversation
         if not isinstance(conversation, Conversation) or not conversation.shows_lists:
             return self._may_hold(bytes(document), tools)

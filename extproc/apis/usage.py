@@ -1,4 +1,4 @@
-"""The facts that determine a call's cost: the model of a request, and the token counts of its response.
+"""What determines a call's cost: the request's model, and the token counts of the response.
 
 - Each API has its own places for the same count. `envoy-config` turns them into rules for Envoy.
 - If the response is one document, Envoy passes single counts by name.
@@ -122,7 +122,7 @@ class Counts:
 
 
 def read_gateway_counts(told: dict[bytes, object]) -> dict[str, float]:
-    """The counts of Envoy AI Gateway, by the names in COUNTS; empty if it found none, when it reports zeros."""
+    """The counts of Envoy AI Gateway, by the names in COUNTS; empty if it reports only zeros."""
     counts: dict[str, float] = {}
     for key, name in _GATEWAY_COUNTS.items():
         count = told.get(key)

@@ -19,7 +19,7 @@ from extproc.request.document import Document, NotCounted
 
 MOST_IN_A_ROW: Final = 8
 TRIED_AGAIN: Final = 1_000
-"""An ignored key is tried again after this many requests, because the client may have been fixed."""
+"""An ignored key is tried again after this many requests: the client may have been fixed."""
 
 _CALLERS: Final = 256
 _NAMES: Final = 512
@@ -74,7 +74,7 @@ class ChangingNames:
         return True
 
     def note(self, caller: str, key: str, name: str, document: Document | None) -> bool:
-        """Record a request; returns whether its key has just been found to change with every request."""
+        """Record a request; whether its key has just been found to change with every request."""
         names = self.callers.get((caller, key))
         if names is None:
             if len(self.callers) >= _CALLERS:

@@ -213,7 +213,7 @@ class _Calls:
         )
 
     def has_any(self, turns: Sequence[Spoken]) -> bool:
-        """Whether some call of these turns may be a repetition and need a number; true if in doubt."""
+        """Whether some call of these turns may be a repetition, which needs a number."""
         return any(
             call.first in self.records for turn in turns for call in turn.calls if call.named
         )
@@ -238,7 +238,7 @@ def _count(shown: Transcript) -> _Calls:
 
 
 def digest_continuation(document: Document, place: ChainPlace, offer: int) -> bytes:
-    """A digest of how a request continues its history: its messages after the newest assistant message.
+    """A digest of a request's messages after the newest of the assistant.
 
     The first of its 8 bytes is `offer`, because clients ask side questions without tools. Ids,
     clocks and attempt numbers are ignored, so a retry has the same digest. Empty if the messages

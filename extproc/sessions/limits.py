@@ -640,7 +640,7 @@ class SessionLimiter:
         return tuple([self._find_tool_name(digest, calls) for digest in digests])
 
     def list_limits(self, session: str) -> list[tuple[str, str, int]]:
-        """The limits of a session, or of requests without one: name, tool (empty for all), and amount."""
+        """The limits of a session, or of requests without one, as (name, tool or "", amount)."""
         return self._listed_unnamed if session == UNNAMED else self._listed
 
     def _list_limits(self, limits: Limits) -> list[tuple[str, str, int]]:

@@ -153,7 +153,7 @@ class SessionNames:
         return values
 
     def tell_key(self, values: Sequence[str]) -> str:
-        """The limit key in the head that names the session, given the result of `read`; empty if there is none."""
+        """The key in the head that names the session, given the result of `read`; else empty."""
         return (
             self._keys[len(values) - 1].key
             if values and values[-1] and len(values) <= self._in_head
@@ -163,7 +163,7 @@ class SessionNames:
     def watch(
         self, values: Sequence[str], name: str, document: Document | None, caller: str | None
     ) -> str:
-        """Detect a header that changes with every request of its caller; its key if just detected, else empty.
+        """The key of a header just found to change with every request of its caller; else empty.
 
         Args:
             values: the result of `read`.
@@ -223,7 +223,7 @@ class Chains:
         entry: bytes,
         fresh: bytes = b"",
     ) -> ChainLink:
-        """The store's question about a request, for one detector and, if there is one, the session's name.
+        """The store's question about a request, for one detector and the session's name, if any.
 
         `fresh` names the conversation if it begins here; empty if no name is needed. A name passes
         to requests with at most one more turn, or with more messages in the newest turn, because
@@ -292,7 +292,7 @@ def _read_vendor(request: HttpRequest, _: str) -> str:
 
 
 def find_vendor_headers(request: HttpRequest) -> list[str]:
-    """The names of headers that match `VENDOR_SESSION`, sorted, because proxies may reorder headers."""
+    """The headers that match `VENDOR_SESSION`, sorted, because proxies may reorder them."""
     if request.vendor_sessions is None:
         end: str = _VENDOR_END
         found = [name for name in request.headers if name.endswith(end) and is_vendor_session(name)]

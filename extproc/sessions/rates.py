@@ -85,7 +85,7 @@ evade a limit."""
 
 
 class _Rate:
-    """An exact price: nano-dollars for `per` tokens, in prompts of more than `above` tokens; immutable."""
+    """An immutable price: nano-dollars for `per` tokens, in prompts of more than `above` tokens."""
 
     def __init__(self, above: int, price: list[int], per: int) -> None:
         self.above = above
@@ -130,7 +130,7 @@ class Rates:
         return self.find_cost(model, usage) if self._look_up(model)[0] != _VAGUE else None
 
     def choose_name(self, answered: str, asked: str) -> str:
-        """The model's name in response or request, whichever has the better price source; the response's if equal."""
+        """The name with the better source of a price; of equal ones, the response's."""
         return (
             asked
             if asked and self._look_up(answered)[0] < self._look_up(asked)[0]
@@ -153,7 +153,7 @@ class Rates:
         return known
 
     def _find(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
-        """The source of a model's rates, and the rates: longest prompts first; the last one is for any prompt."""
+        """The source of a model's rates, and the rates: longest prompts first, the last for any."""
         names = list_models(model)
         for pattern, rates in self._prices:
             for name in names:
@@ -180,7 +180,7 @@ class Prices:
         self._rates = Rates({}, None)
 
     def estimate(self, model: str, tokens: int) -> float | None:
-        """The cost of input tokens in US dollars, at the rate of short prompts; None if there is no rate."""
+        """The cost in US dollars of input tokens, at the rate of short prompts; None if unknown."""
         if self._per_million is not None:
             return self._per_million * tokens / 1_000_000
         known = self._rates.find_known_cost(model, Usage(_SHORT, 0))

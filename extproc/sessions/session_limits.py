@@ -232,7 +232,7 @@ class SessionLimits(JsonObject):
     usage: Literal["request"] | None = None
 
     def needs_answers(self) -> bool:
-        """Whether a limit depends on the upstream's responses: tokens, failures, or requested usage."""
+        """Whether a limit depends on responses: on tokens, failures, or requested usage."""
         breaker, asked = self.circuit_breaker, self.usage is not None
         return (
             asked
@@ -246,7 +246,9 @@ class SessionLimits(JsonObject):
 
 
 class UnnamedLimits(JsonObject):
-    """What a caller's requests without a session can use together in `idle_seconds`, including those that may begin one.
+    """What a caller's requests without a session can use together in `idle_seconds`.
+
+    Those that may begin a session are included.
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
@@ -264,13 +266,13 @@ class UnnamedLimits(JsonObject):
 
 
 def names_agents(keys: Iterable[str]) -> bool:
-    """Whether some known client that names its sessions by these limit keys also names its agents."""
+    """Whether a known client that names its sessions by these keys also names its agents."""
     return not {f"{HEADER}:{form.root}" for form in AGENTS}.isdisjoint(keys)
 
 
 # Raw JSON
 def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401
-    """Check the keys of a raw `unnamed_limits` and its `session_limits` against each other; yields as `find_limit_errors`."""
+    """Check a raw `unnamed_limits` against its `session_limits`; yields as `find_limit_errors`."""
     if not isinstance(unnamed, dict):
         return
     if not isinstance(limits, dict):

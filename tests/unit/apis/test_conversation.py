@@ -39,7 +39,7 @@ def outcome(looks: Similarity, document: Document) -> object:
 
 
 def read(data: bytes) -> list[str]:
-    """A conversation in lines: the model, then each message, the oldest first; other parts in short."""
+    """A conversation in lines: the model, then each message, oldest first; others in short."""
     lines = SIMILARITIES["tail"].show(Document(data))
     return [re.sub(r"other \| \d+-[0-9a-f]{16}", "other", line) for line in lines]
 

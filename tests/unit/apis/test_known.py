@@ -34,7 +34,7 @@ _MORE = b'{"role":"user","content":"more"}'
 
 
 def look(document: Document) -> object:
-    """Everything that is read of a body: its messages, their chain links, and the keys beside them."""
+    """What is read of a body: its messages, their chain links, and the keys beside them."""
     try:
         conversation = open_conversation(document)
         shown = [turn.hash for turn in read_transcript(conversation).turns]

@@ -99,7 +99,7 @@ BODIES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_characters_a_model_reads_are_counted(name: str) -> None:
-    """Texts count by character, pictures as 1,000; JSON around them and bytes of pictures do not count."""
+    """Texts count by character, pictures as 1,000; JSON and the bytes of pictures do not count."""
     body, expected = BODIES[name]
     data = json.dumps({"model": "m", **body}).encode()
 

@@ -154,7 +154,7 @@ def test_price_holds_for_all_bedrock_names(model: str) -> None:
 
 
 def test_price_of_policy_goes_before_that_of_package() -> None:
-    """The name in an answer may be known only to the package; the policy prices the name that was asked for."""
+    """The answer's name may be known only to the package; the policy prices the requested one."""
     rates = Rates({"production": _DOLLAR}, None)
 
     assert rates.choose_name("gpt-4o-2024-08-06", "production") == "production"
