@@ -1,4 +1,4 @@
-"""Similarities: what makes two requests identical, such as all bytes, the last messages, or calls and results."""
+"""Similarities: what makes two requests identical, such as all bytes or the last messages."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
 
 
 def _read_written_calls(text: str) -> tuple[str, bytes] | None:
-    """The calls that smolagents writes into a text as a Python list, without their ids; None if there are none."""
+    """The calls in smolagents' Python list, without their ids; None if there are none."""
     place = text.rfind(_WRITTEN_CALLS)
     calls = text[place + len(_WRITTEN_CALLS) :] if place >= 0 else ""
     named = _WRITTEN_NAME.search(calls)
@@ -441,7 +441,7 @@ def _react_line(text: str) -> re.Match[str] | None:
 
 
 def _read_react(text: str, line: re.Match[str]) -> tuple[str, bytes] | None:
-    """The action after an `Action:`, up to the next thought or an observation invented by the model."""
+    """The action after `Action:`, up to the next thought or an observation of the model's own."""
     end = _REACT_END.search(text, line.end())
     action = text[line.end() : end.start() if end is not None else len(text)].strip()
     return (_first_word(action), _LINE + _SEPARATOR + fold(action)) if action else None

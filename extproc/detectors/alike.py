@@ -15,7 +15,10 @@ _LONG: Final = 16_384
 """Texts of at least this length, in bytes, are not split into words."""
 
 _ASCII_SPACE: Final = bytes(range(9, 14)) + bytes(range(28, 32))
-_OTHER_SPACES: Final = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+_OTHER_SPACES: Final = (
+    "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
 _FOLDED: Final = bytes.maketrans(
     _ASCII_SPACE + bytes(range(ord("A"), ord("Z") + 1)),
     b" " * len(_ASCII_SPACE) + bytes(range(ord("a"), ord("z") + 1)),
@@ -25,7 +28,7 @@ _NUMBERS_WITHIN: Final = 3_000
 """Only the first characters of a result lose their numbers; failures are reported early."""
 
 _OPENING: Final = 96
-"""The first characters of results must be equal without digits: a quick check that excludes most."""
+"""Number of first characters to compare, without digits: a quick check that excludes most."""
 
 _DIGITS: Final = b"0123456789"
 
@@ -61,7 +64,9 @@ _NUMBERS: Final = re.compile(
     [0-9](?<![0-9].)(?:
       (?>(?<![:=].)(?<!:\ .)|(?i:{_BEHIND_WORD}))[0-9]*+(?:\.[0-9]++)?+
       (?!\ ?%)
-      (?!(?=[\ /])(?i:(?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS}))
+      (?!(?=[\ /])(?i:
+        (?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS}
+      ))
     | (?:(?<=\#.)|(?i:(?<=[a-z]\ .)(?:{_BEHIND_LABEL})))[0-9]*+
     )
     """,

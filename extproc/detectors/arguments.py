@@ -40,7 +40,7 @@ THOUGHTS: Final = frozenset(
 compared."""
 
 _THINKERS = ("think", "thought", "reason", "reflect", "plan", "memor", "note", "expla", "analy")
-"""If a tool's name contains one of these, and all of its arguments are thoughts, they are compared."""
+"""If a tool's name contains one of these, arguments that are all thoughts are compared."""
 
 _FOR_THINKING = re.compile(
     r"think|thinking|thoughts?|sequential_?thinking|reflect|reflection|scratchpad|(?:take_?|make_?)?notes?"
@@ -154,7 +154,10 @@ def is_for_thinking(tool: str) -> bool:
 
 
 def tidy_command(text: str) -> str:
-    """Remove comments, trailing blanks and empty lines from a command, unless it is long or has a multi-line string."""
+    """Remove comments, trailing blanks and empty lines from a command.
+
+    A long command, or one with a multi-line string, stays unchanged.
+    """
     text = text.strip()
     if "<<" in text or '"""' in text or "'''" in text or len(text) > _LONGEST_COMMENTED:
         return text
@@ -247,7 +250,7 @@ def _split_name(tool: str) -> frozenset[str]:
 
 
 def _sort_words(query: Json) -> Json:
-    """The sorted words of a search query; a query with operators or quoted phrases stays unchanged."""
+    """The sorted words of a search query; unchanged if it has operators or quoted phrases."""
     if (
         not isinstance(query, str)
         or len(query) > _LONGEST_QUERY

@@ -19,7 +19,7 @@ _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
 
 
 class Memory(Protocol):
-    """What a request stores for later requests of its conversation, and how it uses what earlier ones stored.
+    """What a request stores for later ones of its conversation, and how it uses what they stored.
 
     Attributes:
         entry: its entry in the conversation's ring; empty at the start of a conversation, which has
@@ -101,7 +101,7 @@ class Similarity:
         *,
         named: bool = True,  # noqa: ARG002  # only some subclasses need it
     ) -> tuple[bytes | None, Repeat | None, Memory | None]:
-        """Like `compare`, for a request of a known caller; also returns what to store, None for nothing.
+        """Like `compare`, for a known caller; also returns what to store, None for nothing.
 
         Args:
             document: the body.
@@ -113,7 +113,7 @@ class Similarity:
         return *self.compare(document), None
 
     def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # subclasses read it
-        """The subject of a body, which writes the messages; the similarity itself if they do not depend on the body.
+        """The subject that writes the messages; the similarity itself if they ignore the body.
 
         Raises:
             NotCounted: as `compare`.
@@ -137,7 +137,7 @@ class Similarity:
 
     # Subclasses read it
     def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002
-        """The failure that a loop repeats, to recognize the same incident in other sessions; None if no tool is to blame."""
+        """The failure that a loop repeats, to recognize it in other sessions; None without one."""
         return None
 
     def show(self, document: Document) -> list[str]:  # noqa: ARG002  # subclasses read it
@@ -153,7 +153,7 @@ class Similarity:
         return ""
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:
-        """What repeated, how often, over what time and what to do instead, in words that a model can act on."""
+        """What repeated, how often, over what time, and what to do instead; a model reads it."""
         return (
             f"Loop detected: {self.advise(outcome, method, path).what} and was refused. "
             "If sent again, it will be refused again. "
@@ -173,12 +173,15 @@ class Similarity:
         )
 
     def name_repeated(self, place: str) -> str:
-        """What was repeated, as the subject of a sentence; `place` is method and path in brackets."""
+        """The subject of a sentence: what was repeated; `place` is method and path in brackets."""
         return f"this identical request {place}"
 
     @staticmethod
-    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ARG004  # subclasses have rules
-        """Invalid combinations of keys in a raw loop_detection entry: the place of each, and what is expected."""
+    def find_errors(
+        loop: dict[str, Any],  # noqa: ARG004  # subclasses have rules
+        place: Place,  # noqa: ARG004
+    ) -> Iterator[tuple[Place, str]]:
+        """Invalid combinations of keys in a raw entry: the place of each, and what is expected."""
         yield from ()
 
 
@@ -189,7 +192,7 @@ class HistorySimilarity(Similarity):
     stateless: ClassVar[bool] = True
 
     def explain(self, repeat: Repeat) -> tuple[str, str, str]:
-        """What repeated and how often; which action is useless; and the end of that sentence: what to do instead."""
+        """What repeated and how often; which action is useless; and what to do instead."""
         raise NotImplementedError
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:

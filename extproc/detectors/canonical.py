@@ -1,4 +1,4 @@
-"""Similarity `canonical`: compares JSON bodies by meaning, without the fields that the policy ignores."""
+"""Similarity `canonical`: compares JSON bodies by meaning, without ignored fields."""
 
 from __future__ import annotations
 

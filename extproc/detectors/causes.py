@@ -62,7 +62,7 @@ _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_COMPARED: Final = 128
 _MOST_PAIRS: Final = 2_560
-"""Maximum number of names to compare with an unknown one, and of comparisons of pairs of letters."""
+"""Maximum number of names to compare with an unknown one, and of pairs of letters."""
 
 _MOST_STEPS: Final = 10
 _LONGEST_QUOTE: Final = 200
@@ -353,7 +353,7 @@ def _quote_path(path: str) -> str:
 
 
 def _open_schema(raw: Raw) -> dict[str, Json]:
-    """The schema of a tool's arguments, which may be wrapped; empty if there is none, or it is too long."""
+    """The schema of a tool's arguments, which may be wrapped; empty if missing or too long."""
     if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)

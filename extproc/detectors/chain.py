@@ -166,15 +166,15 @@ class ChainPlace:
 
     @property
     def links(self) -> list[bytes]:
-        """The links after each message, oldest first; the first one stands for the user's first message."""
+        """The links after each message, oldest first; the first is the user's first message."""
         return self._links[: self._count]
 
     def share(self) -> list[bytes]:
-        """The same list, for a place that extends this one by appending; other places do not see what it appends."""
+        """The same list, for a place that appends to it; other places do not see that."""
         return self._links if len(self._links) == self._count else self.links
 
     def identify(self, kind: int) -> bytes:
-        """8 bytes that distinguish the request from others of its conversation; `kind` is below 256."""
+        """8 bytes that distinguish the request within its conversation; `kind` is below 256."""
         return bytes((kind,)) + self.node[9:]
 
 
@@ -290,7 +290,7 @@ def _read(conversation: Conversation) -> Transcript:
 
 
 def _list_groups(conversation: Conversation, made: Transcript) -> list[list[Spoken]]:
-    """Group consecutive assistant messages that are new to a transcript; sets its `first` and `goes_on`."""
+    """Group new consecutive assistant messages of a transcript; sets `first` and `goes_on`."""
     groups: list[list[Spoken]] = []
     for place in range(made.count, len(conversation)):
         speaker = conversation.find_facts(place).speaker
@@ -340,7 +340,7 @@ def _look_at(conversation: Conversation, place: int) -> Spoken:
 
 
 def _show(parts: list[Part], left: int) -> Spoken:
-    """The content of a message with these parts; `left` is the number of units before it was read."""
+    """The content of a message; `left` is the number of units before it was read."""
     spelled: list[bytes] = []
     calls: list[CallFacts] = []
     for part in parts:
@@ -379,7 +379,7 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
 
 
 def read_place(document: Document) -> ChainPlace | None:
-    """Like `find_place`, for a body; also None if it has no conversation, or the server stores earlier turns."""
+    """Like `find_place`, for a body; None without a conversation, or if it is on the server."""
     try:
         conversation = open_conversation(document)
         return (

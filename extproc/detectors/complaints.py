@@ -1,4 +1,4 @@
-"""Recognizes a program's complaint about the format of an answer, such as an answer without an action."""
+"""Recognizes a program's complaint about the format of an answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _FORM = (
 )
 _COMPLAINT: Final = re.compile(
     rf"""
-      \b{_ANSWER}\ (?:(?:did|does|was|is)(?:\ not|n't)|could\ not|ha[sd]\ no|lacks|contain(?:s|ed)\ no)\b
+      \b{_ANSWER}\ (?:
+        (?:did|does|was|is)(?:\ not|n't)|could\ not|ha[sd]\ no|lacks|contain(?:s|ed)\ no
+      )\b
     | \b(?:that|this|it)\ (?:was\ not|wasn't|is\ not|isn't)\ (?:\w{{1,16}}\ ){{0,2}}{_FORM}
     | \b(?:wrong|bad|malformed|improper)\ (?:{_ANSWER}|{_FORM})
     | \byou\ (?:did\ not|didn't|have\ not|haven't)\ (?:\w{{1,16}}\ ){{1,3}}?(?:\w{{1,16}}\ )?{_FORM}

@@ -63,9 +63,10 @@ def _compile(patterns: str) -> list[re.Pattern[str]]:
 
 _has_stem: Final = look_for(
     r"""
-      err|fail|excep|fatal|panic|fault|killed|abort|traceback|not\ |n't|cannot|no\ |invalid|unable|unknown|unre|unexp|incor
-    | unter|unmat|undef|unav|unauth|timed\ o|timeo|denied|refused|rejected|forbid|limit|too\ many|overl|exceeded|missing
-    | must\ |already\ |required|problem|locked|busy|try\ again|gateway|\*\*\*|exit|return|status|usage:|false|non
+      err|fail|excep|fatal|panic|fault|killed|abort|traceback|not\ |n't|cannot|no\ |invalid
+    | unable|unknown|unre|unexp|incor|unter|unmat|undef|unav|unauth|timed\ o|timeo|denied
+    | refused|rejected|forbid|limit|too\ many|overl|exceeded|missing|must\ |already\ |required
+    | problem|locked|busy|try\ again|gateway|\*\*\*|exit|return|status|usage:|false|non
     | http/[0-9]|http\ |response[\ _-]?(?:code|status)|bad\ req|conflict|gone|unproc
     """
 )
@@ -95,7 +96,8 @@ _EMPTY = [
 ]
 _NO_FAILURE: Final = re.compile("|".join((*_NOTHING, *_EMPTY)), re.VERBOSE)
 _DENIES = rf"""
-    (?:no|0|zero|without|any){_SPACE}+(?:of\ [0-9]+{_SPACE}+)?(?:{_WORD}+{_SPACE}+)?(?:error|exception|fail(?:ed|ure))
+    (?:no|0|zero|without|any){_SPACE}+(?:of\ [0-9]+{_SPACE}+)?
+    (?:{_WORD}+{_SPACE}+)?(?:error|exception|fail(?:ed|ure))
   | (?:error|exception|failed|failure|invalid){_WORD}*(?:
         ["']?{_SPACE}*[:=]{_SPACE}*(?:0|null|none|nil|undefined|false|\[{_SPACE}*\]|\{{{_SPACE}*\}}|""|'')
       | {_SPACE}?/>
@@ -108,7 +110,8 @@ _SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?!\w)"
 _GAP = r"[^\w(]{1,4}"
 _CODES: Final = _compile(
     rf"""
-      exit(?:[ _-]?(?:code|status|value){_GAP}|(?:ed)?(?: with(?: (?:exit )?(?:code|status))? |[:=] ?))-?[1-9]
+      exit[ _-]?(?:code|status|value){_GAP}-?[1-9]
+    | exit(?:ed)?(?: with(?: (?:exit )?(?:code|status))? |[:=] ?)-?[1-9]
     | return[ _-]?(?:code|status|value){_GAP}-?(?!{_SUCCESS})[1-9]
     | status(?:[ _-]?(?:code|value))?{_GAP}-?(?!{_SUCCESS})[1-9]
     | returned (?:with )?(?:code -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]| [a-z]))
@@ -139,7 +142,8 @@ _MARKED = rf"""
   | ["'](?:error(?:s|_?(?:message|code|type))?|exceptions?)["']{_SPACE}*:{_SPACE}*["'{{\[td1-9-]
   | ["']fail(?:ed|ures?)["']{_SPACE}*:{_SPACE}*[1-9]
   | (?:error|exception)>
-  | exit(?:[\ _-]?(?:code|status|value)[^0-9a-z_(]+|(?:ed)?(?:\ with(?:\ (?:exit\ )?(?:code|status))?\ |[:=]\ ?))-?[1-9]
+  | exit(?:[\ _-]?(?:code|status|value)[^0-9a-z_(]+|
+      (?:ed)?(?:\ with(?:\ (?:exit\ )?(?:code|status))?\ |[:=]\ ?))-?[1-9]
   | (?:return[\ _-]?(?:code|value)|status(?:[\ _-]?(?:code|value))?)[^0-9a-z_(]+-?[1-9]
   | returned\ (?:with\ )?(?:code\ )?-?[1-9]
   | response[\ _-]?(?:code|status)[^0-9a-z_(]+[45]
@@ -178,11 +182,15 @@ _LABEL = r"(?:(?:observation|output|result|response|std(?:out|err))s?:\ {1,8})?+
 _TIME = r"(?:\W?[0-9]{4}-[0-9]{2}-[0-9]{2}[t\ ][0-9:.,]{5,18}z?\W)?+"
 _BEFORE = rf"{_LABEL}{_TIME}(?:<[^<>\n]{{1,64}}>|[^\w<+|\#`\n-]){{0,16}}+"
 _KIND = "(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)"
-_WHEN = r"(?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)"
+_WHEN = (
+    r"(?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response"
+    r"|(?:execut|process|runn|call|pars|load)ing)"
+)
 _EXPLAINS = r"(?:is|are|means?|indicates?|stands|says|tells|describes)\b"
 _SAYS_HTTP = r"""
     (?:http\ |status\ )?[45][0-9]{2}\ (?:[a-z]+\ )?(?:
-        not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
+        not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict
+      | unprocessable|error|timeout|unavailable
     )
 """
 _BEGINS: Final = re.compile(
@@ -243,8 +251,9 @@ _may_begin: Final = look_for(
 """Whether `_BEGINS` may match a line."""
 
 _BEGINNINGS = rf"""
-    fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]|(?:error|exception)[\[\]:)!\ ]
-  | (?:errno|winerror)\ |\ (?:error|exception)|[45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
+    fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]
+  | (?:error|exception)[\[\]:)!\ ]|(?:errno|winerror)\ |\ (?:error|exception)
+  | [45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
 """
 """A shorter version: a part of each alternative."""
 
@@ -256,8 +265,12 @@ _may_be_within: Final = look_for(_WITHIN_TEXT)
 # Each alternative starts with a character of a small set.
 _WITHIN: Final = re.compile(
     r"""
-      [1-9](?<![\w:.].)(?:[0-9]{0,8}+\ (?:errors|failed|failures|failing|problems)|(?<=1)\ (?:error|failure|problem))(?![\w/.-])
-    | [:=](?:(?<=failed.)|(?<=failures.)|(?<=failure.)|(?<=errors.)|(?<=error.))\ ?[1-9](?![0-9]*[.])
+      [1-9](?<![\w:.].)(?:
+        [0-9]{0,8}+\ (?:errors|failed|failures|failing|problems)
+      | (?<=1)\ (?:error|failure|problem)
+      )(?![\w/.-])
+    | [:=](?:(?<=failed.)|(?<=failures.)|(?<=failure.)|(?<=errors.)|(?<=error.))\ ?
+      [1-9](?![0-9]*[.])
     | \*\*\*
     | \((?:[\w.]{1,64})?error\)$
     """,
@@ -267,23 +280,28 @@ _COMPLAINS: Final = re.compile(
     r"""
     \W(?:
         (?<![/.-])(?:
-          not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported|respond|installed|implemented)
+          not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported
+              |respond|installed|implemented)
         | no\ (?:such|space|rule|matching|replacement)
         | (?:does|do|did|was|were|is|are|has|have|would)(?:n't|\ not)\ (?:
               exist|have|look|appear|respond|an?|in|be|valid|\w{3,16}\ to
           )
         | (?:wasn't|isn't|is\ not|was\ not)\ (?:an?\ )?(?:\w{1,16}\ )?valid
-        | (?:cannot|could\ not|couldn't|can't)\ (?:be|connect|find|open|read|parse|access|resolve|load)(?!\ any)
+        | (?:cannot|could\ not|couldn't|can't)\ (?:
+              be|connect|find|open|read|parse|access|resolve|load
+          )(?!\ any)
         | (?:unable|failed)\ to | fail(?:ed|ure)(?=[:;.!]|\W{0,3}$)
         | timed\ out | timeout(?=\ (?:of|exceeded|expired|after|error|while|waiting)|$)
         | denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
         | rate[ -]limit(?:ed|s)?|too\ many\ requests
-        | invalid|unknown\ \w+|unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined|incorrect|missing|required
+        | invalid|unknown\ \w+|unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined
+        | incorrect|missing|required
         | must\ (?:be|contain|not|have) | is\ (?:locked|busy)
         | already\ (?:exists|in\ use|allocated|taken|booked) | syntax\ error | try\ again
         | error(?=[.!]?$) | (?:error|problem)(?=:(?!\s*[0-9.]+\s*%?$))
         | failed\ (?:(?:at|on)\ line|due\ to|with\ (?:an?\ |the\ following\ )?(?:error|exception))
-        | raised\ (?:an?\ )?(?:\w{1,16}\ )?(?:error|exception)(?=[:.!]|$) | (?:error|exception)\ (?:raised|thrown)(?=:)
+        | raised\ (?:an?\ )?(?:\w{1,16}\ )?(?:error|exception)(?=[:.!]|$)
+        | (?:error|exception)\ (?:raised|thrown)(?=:)
         | no\ (?:tool|function)\ (?:named|called)
         )(?![\w/-]|\.\w)
       | (?:net::err_|errno\b|econn|enoent|eacces|eperm|eaddrinuse)
@@ -303,15 +321,21 @@ _COMPLAINS: Final = re.compile(
 
 _COMPLAINTS = rf"""
     (?:^|{_NO_WORD})(?:
-        not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported|respond|installed|implemented)
+        not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported
+            |respond|installed|implemented)
       | no\ (?:such|space|rule|matching|replacement)
-      | (?:does|do|did|was|were|is|are|has|have|would)(?:n't|\ not)\ | (?:cannot|could\ not|couldn't|can't)
-      | (?:unable|failed)\ to|timed\ out|denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
-      | rate[\ -]limit|too\ many\ requests|invalid|unknown\ |unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined
+      | (?:cannot|could\ not|couldn't|can't)
+      | (?:does|do|did|was|were|is|are|has|have|would)
+        (?:n't|\ not)\ |(?:unable|failed)\ to
+      | timed\ out|denied|refused|rejected|forbidden|unauthori[sz]ed
+      | unavailable|overloaded|exceeded|rate[\ -]limit|too\ many\ requests|unknown\ |invalid
+      | unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined
       | incorrect|missing|required|must\ (?:be|contain|not|have)|is\ (?:locked|busy)
-      | already\ (?:exists|in\ use|allocated|taken|booked)|syntax\ error|try\ again|(?:error|problem):
+      | already\ (?:exists|in\ use|allocated|taken|booked)|syntax\ error|try\ again
+      | (?:error|problem):
       | net::err_|errno|econn|enoent|eacces|eperm|eaddrinuse
-      | failed\ (?:at|on|due|with)\ |raised\ |(?:error|exception)\ (?:raised|thrown):|no\ (?:tool|function)\ (?:named|called)
+      | failed\ (?:at|on|due|with)\ |raised\ |(?:error|exception)\ (?:raised|thrown):
+      | no\ (?:tool|function)\ (?:named|called)
       | http(?:/[0-9.]+)?\ (?:error\ |status\ )?[45]|error\ -
     )
   | (?:error|exception)\(
@@ -319,14 +343,16 @@ _COMPLAINTS = rf"""
 _may_complain: Final = look_for(
     rf"""
     {_COMPLAINTS}
-  | timeout(?:\ (?:of|exceeded|expired|after|error|while|waiting)|\n|$)|fail(?:ed|ure)(?:[:;.!]|{_NO_WORD}*(?:\n|$))
+  | timeout(?:\ (?:of|exceeded|expired|after|error|while|waiting)|\n|$)
+  | fail(?:ed|ure)(?:[:;.!]|{_NO_WORD}*(?:\n|$))
   | error[.!]?(?:\n|$)
     """
 )
 """Whether `_COMPLAINS` may match in a line."""
 
 _may_fail: Final = look_for(
-    f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)"
+    f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}"
+    f"|(?:^|{_NO_WORD})(?:timeout|error)"
 )
 """Whether a text contains any of the above, even if its lines were cut."""
 
@@ -339,11 +365,14 @@ _USAGE: Final = re.compile(
 _QUOTES: Final = re.compile(
     rf"""
     \s*(?:
-        [0-9]+(?:\u2192|\t|[:.|]\ ) | [+|\#] | -(?!\w+:\ ) | [0-9a-f]{{7,40}}\ | (?:\w+\ )?warn(?:ing)?\b
-      | (?:def|class|import|from|raise|return|throw|if|else|export|const|let|var|func|fn|package|pub|public|private|impl|try)\s
+        [0-9]+(?:\u2192|\t|[:.|]\ ) | [+|\#] | -(?!\w+:\ )
+      | [0-9a-f]{{7,40}}\ | (?:\w+\ )?warn(?:ing)?\b
+      | (?:def|class|import|from|raise|return|throw|if|else|export|const|let|var|func|fn|package
+          |pub|public|private|impl|try)\s
     )
     | [^\s:]{{1,256}}:[0-9]{{1,7}}[:-]
-    | \W{{0,8}}(?:an?\ |the\ )?(?:http\ )?(?:status\ )?(?:code\ )?[1-5][0-9]{{2}}\ (?:[\w()]{{1,16}}\ ){{0,3}}{_EXPLAINS}
+    | \W{{0,8}}(?:an?\ |the\ )?(?:http\ )?(?:status\ )?(?:code\ )?
+      [1-5][0-9]{{2}}\ (?:[\w()]{{1,16}}\ ){{0,3}}{_EXPLAINS}
     | .*(?:[{{;]\s*$|=>|\)\s*:\s*$)
     """,
     re.VERBOSE,
@@ -354,33 +383,40 @@ _STATUS = r"(?:429|50[234])\b"
 _TRANSIENT: Final = _compile(
     rf"""
       connection(?<![^\W_]connection)[ _](?:was )?(?:refused|reset|aborted|closed|error|timed)
-    | \beconn(?:refused|reset|aborted) | \bwas refused\b | \bfetch failed\b | \bfailed to connect\b | \bunable to connect\b
-    | \bcannot connect\b | \bcould(?: not|n't) connect\b | \bnot respond | timed[ -]?out\b | deadline ?exceeded
+    | \beconn(?:refused|reset|aborted) | \bwas refused\b | \bfetch failed\b | \bfailed to connect\b
+    | \bunable to connect\b | \bcannot connect\b | \bcould(?: not|n't) connect\b | \bnot respond
+    | timed[ -]?out\b | deadline ?exceeded
     | timeout(?=\W*$|:| (?:of|exceeded|expired|after|error|while|waiting)| [0-9])
-    | ^\W{{0,8}}{_STATUS} | >{_STATUS} | http\S{{0,4}} {_STATUS} | status\W{{1,3}}{_STATUS} | code\W{{1,3}}{_STATUS}
-    | error\W{{1,3}}{_STATUS} | \btoo many requests | \brate[ _-]?limit | \brate exceeded | \bthrottl | throughput
-    | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded | \btry again (?:later|soon|shortly|in)\b | \bis locked\b
+    | ^\W{{0,8}}{_STATUS} | >{_STATUS} | http\S{{0,4}} {_STATUS} | status\W{{1,3}}{_STATUS}
+    | code\W{{1,3}}{_STATUS} | error\W{{1,3}}{_STATUS}
+    | \btoo many requests | \brate[ _-]?limit | \brate exceeded | \bthrottl | throughput
+    | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded
+    | \btry again (?:later|soon|shortly|in)\b | \bis locked\b
     """
 )
 _MISSING: Final = _compile(
     r"""
       not(?<![^\W_]not)[ _](?:be )?found\b | notfound\b | \bno such\b | \bnosuch\w | \benoent\b
     | does(?:n't| not) (?:exist|match) | did(?:n't| not) (?:exist|match)
-    | \bno (?!(?:\w{1,32} ){0,2}(?:actions?|code|json)\b)(?:\w{1,32} ){1,3}(?:found|match(?:e[sd])?)\b
-    | 404(?:(?<![\w.:-]404)|(?<=e404)(?<![\w.:-]e404))\b(?![.]) | unable to (?:locate|find)\b | could not (?:locate|find)\b
-    | cannot (?:locate|find)\b | could not resolve to
+    | \bno (?!(?:\w{1,32} ){0,2}(?:actions?|code|json)\b)(?:\w{1,32} ){1,3}found\b
+    | \bno (?!(?:\w{1,32} ){0,2}(?:actions?|code|json)\b)(?:\w{1,32} ){1,3}match(?:e[sd])?\b
+    | 404(?:(?<![\w.:-]404)|(?<=e404)(?<![\w.:-]e404))\b(?![.])
+    | unable to (?:locate|find)\b | could not (?:locate|find)\b | cannot (?:locate|find)\b
+    | could not resolve to
     """
 )
 _may_pass: Final = look_for(
     r"""
-      connect|econn|was\ refused|fetch\ failed|not\ respond|timed[\ -]?out|deadline|timeout|429|50[234]|too\ many\ requests
-    | rate[\ _-]?limit|rate\ exceeded|throttl|throughput|unavailable|temporar|overloaded|try\ again|is\ locked
+      connect|econn|was\ refused|fetch\ failed|not\ respond|timed[\ -]?out|deadline|timeout
+    | 429|50[234]|too\ many\ requests|rate[\ _-]?limit|rate\ exceeded|throttl|throughput
+    | unavailable|temporar|overloaded|try\ again|is\ locked
     """
 )
 """Whether a line may contain one of `_TRANSIENT`."""
 _may_miss: Final = look_for(
     r"""
-      found|nosuch|no\ |enoent|(?:does|did)(?:n't|\ not)\ (?:exist|match)|404|\ locate|\ find|resolve\ to
+      found|nosuch|no\ |enoent|(?:does|did)(?:n't|\ not)\ (?:exist|match)|404
+    | \ locate|\ find|resolve\ to
     """
 )
 """Whether a line may contain one of `_MISSING`."""
@@ -400,7 +436,7 @@ def is_error(text: str) -> bool:
 
 
 class _Last:
-    """The result read last: its start, whether the API marked it as failed, and the kind of failure."""
+    """The result read last: its start, whether the API marked it, and the kind of failure."""
 
     def __init__(self) -> None:
         self.beginning = ""
@@ -435,7 +471,7 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
 
 
 def find_complaint(text: str) -> str:
-    """The line or message of a result that reports a failure, in lower case; empty if there is none."""
+    """The line of a result that reports a failure, in lower case; empty if there is none."""
     said = _unescape(text[:SAID_WITHIN].lower())
     return _find_line(_leave_out_denials(said)) if _may_fail(said) else ""
 
@@ -482,7 +518,7 @@ def _list_messages(said: str, lines: str) -> list[str]:
 
 
 def _find_complaint(messages: list[str], lines: list[str]) -> str:
-    """The message, first or last line, or line after a program's name that complains; empty if there is none."""
+    """The message, first or last line, or line after a program's name that complains."""
     ends = [line for line in lines[:1] + lines[1:][-1:] if not line.startswith(_RECORDS)]
     for line in messages + ends:
         if _may_complain(line) and _COMPLAINS.search("\n" + line) and not _QUOTES.match(line):

@@ -129,7 +129,7 @@ class Newest(Generic[Step]):
         return self._taken[:count]
 
     def is_cycle(self, length: int, span: int, same: Callable[[Step, Step], bool]) -> bool:
-        """Whether a cycle of different steps fills this span, given that the newest equals the one `length` steps before."""
+        """Whether a cycle fills this span, given that the newest step equals the one before it."""
         for place in range(1, span - length):
             step, before = self.at(place), self.at(place + length)
             if step is None or before is None or not same(step, before):
@@ -193,7 +193,7 @@ class History(Newest[AnyTurn]):
         return not _UNKNOWN.issuperset(speakers)
 
     def is_prefilled(self) -> bool:
-        """Whether the newest turn is a prefill, the start of the model's answer, and so not a turn yet.
+        """Whether the newest turn is a prefill, the start of the model's answer: not a turn yet.
 
         A prefill has at most two words, or begins an earlier answer, too. Any other text is new.
         """
@@ -226,7 +226,7 @@ class History(Newest[AnyTurn]):
         )
 
     def count_since_person(self) -> int:
-        """The number of turns since a person's newest message; MAX_TURNS if there is none among the turns read."""
+        """The number of turns since a person's newest message; MAX_TURNS if none was read."""
         if self._since is None:
             words: list[bytes] = []
             with suppress(NotCounted):  # older unreadable turns do not matter
@@ -273,7 +273,7 @@ class KeptTurn:
         *,
         in_text: bool,
     ) -> None:
-        """Copies what it needs, without a reference to the request; see `Turn.identify` for `identity`."""
+        """Copies what it needs, without a reference to the request; `identity`: see `Turn`."""
         count, self.passes_over = (
             history.reading.count_turns(USUAL_TURNS) if history.reading is not None else -1,
             False,
@@ -322,8 +322,7 @@ class KeptTurn:
         turns = [decode_turn(entry) for entry in past]
         if (
             self._before is not None and not followed
-            # Continue from the request's previous turn; if it is missing, this is another conversation
-        ):
+        ):  # from the request's previous turn on; without it, this is another conversation
             place = next(
                 (place for place, turn in enumerate(turns) if turn.action_hash == self._before),
                 len(turns),
@@ -489,7 +488,7 @@ class TurnRule:
     def _repeat(
         self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]
     ) -> Repeat | None:
-        """The loop if the newest turn is too frequent among the last ones, with hardly anything new in between."""
+        """The loop if the newest turn is too frequent, with hardly anything new in between."""
         window = count_window(limit.threshold)
         places = [place for place in again if place < window]
         if len(places) + 1 >= limit.threshold and newest.evidence & READS:
@@ -601,7 +600,7 @@ class TurnRule:
         return found
 
     def _nothing_new(self, history: History, limit: Limit) -> Repeat | None:
-        """The loop that gets a note at most, if hardly any recent turn is new: a cycle with one varying member."""
+        """The loop (a note only) if few recent turns are new: a cycle with a varying member."""
         window = 2 * limit.threshold + 2
         turns = history.newest(MAX_TURNS)
         different: list[AnyTurn] = []
@@ -632,7 +631,7 @@ class TurnRule:
         return found._replace(held=True, notes_only=True)
 
     def _is_new(self, turns: Sequence[AnyTurn], place: int, limit: Limit) -> bool:
-        """Whether the turn at a place is not among the older ones; something read is new after a change."""
+        """Whether no older turn equals the one at a place; what is read is new after a change."""
         turn = turns[place]
         own = self._limits.of(turn.names)
         if not turn.known or own.allow or own.threshold > limit.threshold:

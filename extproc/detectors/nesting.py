@@ -34,7 +34,9 @@ _DATA: Final = _DIGITS + b"{}[]()<>|,\"'"
 
 
 def count_nested(text: str) -> tuple[int, str]:
-    """How many times in a row a text begins with the same words, and the words; 0 if there are no other words, too.
+    """How many times in a row a text begins with the same words, and the words.
+
+    0 if there are no other words.
 
     >>> count_nested("That was no JSON. That was no JSON. That was no JSON. List the files.")
     (3, 'That was no JSON. ')
@@ -52,10 +54,10 @@ def count_nested(text: str) -> tuple[int, str]:
 
 
 def count_endings(text: str, least: int) -> tuple[int, bytes]:
-    r"""Count how many times in a row a text ends with the same step of at least two lines, ignoring numbers and empty lines.
+    r"""Count how many times in a row a text ends with the same step of at least two lines.
 
-    Up to eight other lines may follow the last step. Steps in a quoted block are not counted, nor
-    are lines of data, such as those of a log or a table.
+    Numbers and empty lines are ignored. Up to eight other lines may follow the last step. Steps in
+    a quoted block are not counted, nor are lines of data, such as those of a log or a table.
 
     Returns:
         The number and the step; 0 and nothing if the number is below `least`.

@@ -1,4 +1,6 @@
-"""Removes Loopguard's answers in the model's place from the history of a client that continued: they are not turns.
+"""Removes Loopguard's own answers from the history of a client that continued.
+
+They are not turns.
 
 An answer is removed together with the program's reply to it: a result, or a complaint about a
 missing action or the format. If a person replied, answer and reply stay.
@@ -39,7 +41,7 @@ say `try again`."""
 
 
 def leave_out_answers(data: bytes, answers: frozenset[bytes]) -> bytes:
-    """Remove our answers, and complaints about them, from a body; returns the same object if none can be removed.
+    """Remove our answers, and complaints about them, from a body; the same object without any.
 
     Args:
         data: the body.
@@ -98,7 +100,7 @@ class _Reader:
         return all(part.kind == TEXT for part in parts) and len(read_around(said)) <= _MOST_AROUND
 
     def _find_reply(self, place: int) -> int | None:
-        """The index of the next message that is not a reminder; None if it is the assistant's, or there is none."""
+        """The index of the next message but reminders; None if the assistant's, or without one."""
         for behind in range(place + 1, len(self._messages)):
             speaker = self._shape.name_speaker(self._open(behind))
             if speaker == ASSISTANT:

@@ -1,4 +1,4 @@
-"""Similarity `prompt`: requests before the assistant's first turn, without what a program changes in each retry.
+"""Similarity `prompt`: first requests, without what a program changes in each retry.
 
 A program that repeats a prompt often adds the time or an attempt number, and a new `seed` or
 request id. Without these, the body is compared as with `canonical`. Ids, hex and all other numbers

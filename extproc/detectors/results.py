@@ -36,7 +36,7 @@ _CLOCK = r"[0-9]{2}(?::[0-9]{2})?+(?:[.,][0-9]++)?+"
 
 
 def _after(words: str) -> str:
-    """A pattern for a first digit after one of these words, of equal length, and one to four separators."""
+    """A pattern for a first digit after one of these words, of equal length, and separators."""
     return "|".join(
         [
             rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}[0-9])(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}[0-9])"
@@ -63,36 +63,48 @@ _IN_FILE = "|".join(
 _VOLATILE: Final = re.compile(
     rf"""
     [0-9a-fA-F/JMNOSTW](?<![0-9A-Za-z].)(?:
-      (?<=/)(?<![0-9A-Za-z_.-]/)(?:private/)?+(?:tmp|var/(?:tmp|folders))/[^\s"'`<>:;,()\[\]{{}}|*?]++    # a temporary path
+      # a temporary path
+      (?<=/)(?<![0-9A-Za-z_.-]/)(?:private/)?+(?:tmp|var/(?:tmp|folders))/[^\s"'`<>:;,()\[\]{{}}|*?]++
     | (?<=[A-Z])(?:
-        (?:un|on|ue|ed|hu|ri|at)[a-z]{{0,6}}+,?\ (?:{_MONTH}\ {{1,2}}[0-9]{{1,2}}|[0-9]{{1,2}}\ {_MONTH})
+        (?:un|on|ue|ed|hu|ri|at)[a-z]{{0,6}}+,?\ (?:
+          {_MONTH}\ {{1,2}}[0-9]{{1,2}}|[0-9]{{1,2}}\ {_MONTH}
+        )
       | (?:an|eb|ar|pr|ay|un|ul|ug|ep|ct|ov|ec)[a-z]{{0,6}}+\ {{1,2}}[0-9]{{1,2}}
-      )(?![0-9])(?:,?\ [0-9]{{4}}(?![0-9:]))?+                                                 # a time with its date in words
+      )(?![0-9])(?:,?\ [0-9]{{4}}(?![0-9:]))?+                        # a time and its date in words
         ,?\ [0-9]{{2}}:{_CLOCK}(?:\ [A-Z]{{3,4}}\b)?+(?:\ [0-9]{{4}}\b)?+
     | (?<![/JMNOSTW])(?:
         (?=[0-9a-fA-F]{{7}})(?:
-          [0-9a-fA-F]{{7}}(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}}(?![0-9A-Za-z])           # a UUID
-        | (?:(?<=[a-fA-F])|(?=[0-9]*+[a-fA-F]))[0-9a-fA-F]{{7,}}+(?![0-9A-Za-z])                # hex
-        | (?<=1)(?<!\..){_NO_ID}[5-9][0-9]{{8}}(?:[0-9]{{3}}){{0,3}}+(?:\.[0-9]{{1,9}}+)?+(?![0-9A-Za-z])   # a Unix time
+          # a UUID
+          [0-9a-fA-F]{{7}}(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}}(?![0-9A-Za-z])
+        # hex
+        | (?:(?<=[a-fA-F])|(?=[0-9]*+[a-fA-F]))[0-9a-fA-F]{{7,}}+(?![0-9A-Za-z])
+        # a Unix time
+        | (?<=1)(?<!\..){_NO_ID}[5-9][0-9]{{8}}(?:[0-9]{{3}}){{0,3}}+
+          (?:\.[0-9]{{1,9}}+)?+(?![0-9A-Za-z])
         )
       | (?<=[A-Za-z \t"':=\#(\[]{_SEPARATOR}.)(?:
-          (?:{_CHUNK})[0-9a-fA-F]{{4,}}+(?![0-9A-Za-z])                                         # Codex's name of an output
-        | (?<=[0-9])(?:{_after("[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]")}|{_after("[pP][iI][dD]")})
-            [0-9]*+(?![.][0-9])                                                                 # a line, step, port or pid
+          (?:{_CHUNK})[0-9a-fA-F]{{4,}}+(?![0-9A-Za-z])               # Codex's name of an output
+        | (?<=[0-9])(?:
+            {_after("[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]")}|{_after("[pP][iI][dD]")})
+            [0-9]*+(?![.][0-9])                                       # a line, step, port or pid
         )
       | (?<=[0-9])(?:
-          (?<=[A-Za-z]:.)(?:{_IN_FILE})[0-9]*+(?::[0-9]++)*+(?![0-9A-Za-z%]|[.][0-9])           # a position in a file
+          # a position in a file
+          (?<=[A-Za-z]:.)(?:{_IN_FILE})[0-9]*+(?::[0-9]++)*+(?![0-9A-Za-z%]|[.][0-9])
         | [0-9]*+(?=\ ?[a-zA-Z\u00b5:./-])(?:
             (?:\.[0-9]++)?+\ ?(?:
-              {_UNIT}(?:\ ?[0-9]++(?:\.[0-9]++)?+\ ?{_UNIT})*+                                  # a duration
-            | (?:[kKMGT]?i?[bB]|it)/s(?:ec)?                                                    # how fast something moves
+              {_UNIT}(?:\ ?[0-9]++(?:\.[0-9]++)?+\ ?{_UNIT})*+        # a duration
+            | (?:[kKMGT]?i?[bB]|it)/s(?:ec)?                          # how fast something moves
             )(?![0-9A-Za-z])
-          | :{_CLOCK}(?:\ ?[AaPp][Mm]\b)?+                                                      # a time of day
-          | [-/][0-9]{{2}}[-/][0-9]{{2}}[T\ _][0-9]{{2}}:{_CLOCK}(?:Z|\ ?[+-][0-9]{{2}}:?[0-9]{{2}})?+    # with its date
-          | /(?:[0-9]{{1,2}}|[A-Z][a-z]{{2}})/[0-9]{{4}}[:\ ][0-9]{{2}}:{_CLOCK}                  # the same in other orders
+          | :{_CLOCK}(?:\ ?[AaPp][Mm]\b)?+                            # a time of day
+          # with its date
+          | [-/][0-9]{{2}}[-/][0-9]{{2}}[T\ _][0-9]{{2}}:{_CLOCK}
+            (?:Z|\ ?[+-][0-9]{{2}}:?[0-9]{{2}})?+
+          # the same in other orders
+          | /(?:[0-9]{{1,2}}|[A-Z][a-z]{{2}})/[0-9]{{4}}[:\ ][0-9]{{2}}:{_CLOCK}
           | \ {_MONTH}\ [0-9]{{4}},?\ [0-9]{{2}}:{_CLOCK}
           | T[0-9]{{6}}Z?+
-          | x[0-9a-fA-F]{{8,}}+(?![0-9A-Za-z])                                                  # an address
+          | x[0-9a-fA-F]{{8,}}+(?![0-9A-Za-z])                        # an address
           )
         )
       )
@@ -117,7 +129,7 @@ _is_special: Final = look_for(f"{_WITHOUT_DIGITS}|{_KEYS}|AppData/")
 _may_be_volatile: Final = look_for(
     rf"""
       {_WITHOUT_DIGITS}|[0-9a-fA-F]{{8}}
-    | [0-9]\ ?(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)(?:[^A-Za-z]|$)
+    | [0-9]\ ?{_UNIT}(?:[^A-Za-z]|$)
     | [bBt]/s|[0-9]:[0-9][0-9]|(?:\.[A-Za-z]{{1,5}}|akefile|ocalhost):[0-9]|[0-9]T[0-9]{{6}}
     | (?:[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]|[pP][iI][dD])[\ \t"':=\#(\[]+[0-9]
     | {_KEYS} | AppData/
@@ -146,8 +158,9 @@ _PREFIXED: Final = re.compile(
 )
 _NAMED: Final = re.compile(
     r"""
-    ([rtcnRTCN](?<![A-Za-z].)(?:(?:(?<=[rR])equest|(?<=[tT])race|(?<=[cC])orrelation)[ _-]?[iI][dD]|(?<=[nN])once)
-        ["']?\ ?[:=]\ ?["']?)
+    ([rtcnRTCN](?<![A-Za-z].)(?:
+          (?:(?<=[rR])equest|(?<=[tT])race|(?<=[cC])orrelation)[ _-]?[iI][dD]|(?<=[nN])once
+        )["']?\ ?[:=]\ ?["']?)
     (?=[A-Za-z_-]{0,24}[0-9])[A-Za-z0-9_-]{6,}+
     """,
     re.VERBOSE,
@@ -199,7 +212,7 @@ _KEY = rf"""
             (?i:(?<=d)uration|(?<=e)lapsed(?:[_-]?time)?|(?<=l)atency|(?<=t)ook|(?<=t)ime[_-]?(?:taken|elapsed|spent))
             (?:{_IN_UNIT})?+
           | (?<=[tT])(?i:ime){_IN_UNIT}
-          | (?<=\ t)ime(?==\\{{0,4}}+["'][0-9]{{1,20}}+\.[0-9]{{3}})                         # JUnit's, in seconds
+          | (?<=\ t)ime(?==\\{{0,4}}+["'][0-9]{{1,20}}+\.[0-9]{{3}})  # JUnit's, in seconds
           | (?<=[pP])(?i:p?id|rocess[_-]?id)
         )
       | (?<=[tT])(?i:(?:{_TIMED_SO})ime)(?:{_IN_UNIT})?+
@@ -210,7 +223,9 @@ _ENDS = r"[\ \t]{0,4}+(?:[\n,;})\]\\]|$)"
 _OF_KEY: Final = re.compile(
     rf"""
     ({_KEY}(?:
-        \\{{0,4}}+["'][\ \t]{{0,4}}+:[\ \t]{{0,4}}+(?:(\\{{0,4}}+["'])(?={_NUMBER}\2)|(?={_NUMBER}{_ENDS}))
+        \\{{0,4}}+["'][\ \t]{{0,4}}+:[\ \t]{{0,4}}+(?:
+          (\\{{0,4}}+["'])(?={_NUMBER}\2)|(?={_NUMBER}{_ENDS})
+        )
       | (?:\ [^<>\n]{{0,64}}+)?>[\ \t]{{0,4}}+(?={_NUMBER}[\ \t]{{0,4}}+</)
       | =\\{{0,4}}+["'](?={_NUMBER}\\{{0,4}}+["'])
       | (?<=_ms)(?::?\ |=)(?={_NUMBER}{_ENDS})
@@ -234,7 +249,8 @@ _SET: Final = re.compile(r"\{'[^'{}\n]*+'(?:,\ '[^'{}\n]*+')++\}")
 
 _may_name_ids: Final = look_for(
     r"""
-      (?:req|request|trace|call|toolu)_[A-Za-z0-9]{8}|(?:[rR]equest|[tT]race|[cC]orrelation)[\ _-]?[iI][dD]|[nN]once|\{'
+      (?:req|request|trace|call|toolu)_[A-Za-z0-9]{8}
+    | (?:[rR]equest|[tT]race|[cC]orrelation)[\ _-]?[iI][dD]|[nN]once|\{'
     """
 )
 """Whether a text may contain a match of `_PREFIXED`, `_NAMED` or `_SET`."""
@@ -313,7 +329,7 @@ def _leave_out(text: str) -> str:
 
 
 def normalize_head(text: str) -> str:
-    """The normalized start of a long result; empty if the result is short, or if the start depends on the rest."""
+    """The normalized start of a long result; empty if short, or if it depends on the rest."""
     if len(text) <= _HEAD or "\r" in text:
         return ""
     head = text[:_HEAD]

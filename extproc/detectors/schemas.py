@@ -79,7 +79,7 @@ class _TooMuchError(Exception):
 
 
 def find_fault(schema: Json, value: Json) -> Fault | None:
-    """The first thing that a schema certainly refuses in a value; None if it may accept the value, or takes too long."""
+    """The first thing that a schema certainly refuses; None if it may accept, or takes too long."""
     try:
         return _Search(schema).check(schema, value, "", 0)
     except _TooMuchError:
@@ -106,7 +106,7 @@ class _Search:
     def check(
         self, schema: Json, value: Json, path: str, depth: int, *, loose: bool = False
     ) -> Fault | None:
-        """What a part of the schema refuses in a value; `loose`: other parts apply to the same value."""
+        """What a part of the schema refuses; `loose`: other parts apply to the same value."""
         self._take(1)
         if depth > _DEEPEST:
             raise _TooMuchError
@@ -187,7 +187,7 @@ class _Search:
         path: str,
         depth: int,
     ) -> Fault | None:
-        """The fault if a part of an `allOf`, or every part of an `anyOf` or `oneOf`, refuses the value."""
+        """The fault if a part of `allOf`, or all of `anyOf` or `oneOf`, refuse the value."""
         faults: list[Fault] = []
         for branch in branches:
             found = self.check(branch, value, path, depth + 1, loose=True)
@@ -262,7 +262,7 @@ class _Search:
 
 
 def _choose(faults: list[Fault], path: str) -> Fault:
-    """One fault for a value that no branch accepts: that of the intended branch, or what they have in common."""
+    """One fault for a value that no branch accepts: the intended branch's, or a common one."""
     own = [fault for fault in faults if fault.kind == WRONG and fault.path == path]
     inside = [fault for fault in faults if fault not in own]
     if len(inside) == 1 or (inside and all(fault == inside[0] for fault in inside)):
@@ -290,7 +290,7 @@ def _read_types(schema: dict[str, Json]) -> list[str]:
 
 
 def _is_open(schema: dict[str, Json], value: Json, depth: int) -> bool:
-    """Whether a schema allows null in OpenAPI's way, or has its own base for references, which are not followed."""
+    """Whether a schema allows null in OpenAPI's way, or has its own base for references."""
     return (value is None and schema.get("nullable") is True) or ("$id" in schema and depth > 0)
 
 

@@ -62,7 +62,7 @@ def unfold(message: Message) -> list[Message]:
 
 
 def find_steps(text: str) -> list[tuple[int, int, int, int]]:
-    """For each step, the start and end of thought and action, then the start and end of the observation."""
+    """The start and end of each step's thought and action, then those of its observation."""
     steps: list[tuple[int, int, int, int]] = []
     begins = acted = -1
     observes = False

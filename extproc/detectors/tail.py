@@ -1,4 +1,4 @@
-"""Similarity `tail`: the model and the last messages of a conversation, by role, text, tool names, arguments and results.
+"""Similarity `tail`: the model and the last messages, by role, text, calls and results.
 
 A result is compared together with its call, even if the call is further back.
 
@@ -39,7 +39,7 @@ class Tail(Similarity):
         self._messages = keys.tail_messages
 
     def compare(self, document: Document) -> tuple[bytes, None]:
-        """The model, the last messages, newest first, and the calls that they answer; see `Similarity`."""
+        """The model, the last messages, newest first, and the calls that they answer."""
         conversation = open_conversation(document)
         if conversation.before.open_ended:
             raise NotCounted("no_history")
@@ -55,7 +55,7 @@ class Tail(Similarity):
         return _NEXT_MESSAGE.join(said + _find_calls(messages, unasked)), None
 
     def show(self, document: Document) -> list[str]:
-        """The model and the reference to what the request continues, then the messages, oldest first; see `Similarity`."""
+        """The model and what the request continues, then the messages, oldest first."""
         model, *messages = self.compare(document)[0].split(_NEXT_MESSAGE)
         return [
             text.replace(_NEXT_PART, b" | ").decode()
@@ -68,7 +68,7 @@ class Tail(Similarity):
 
 
 def _write_message(message: Message, document: Document, unasked: dict[str, int]) -> bytes:
-    """A message's speaker and parts; adds ids of its results to `unasked`, and removes those of its calls."""
+    """A message's speaker and parts; `unasked` gets ids of its results, and loses its calls'."""
     fields = [message.speaker.encode()]
     for part in message.read_parts():
         kind, value = part.kind, part.value

@@ -72,7 +72,7 @@ class ShownCall:
         return self._outcome
 
     def same(self, other: ShownCall, *, results: bool) -> bool:
-        """Whether two calls are equal; if `results` are compared, calls without a result never are."""
+        """Whether two calls are equal; with `results`, calls without a result never are."""
         if self is other:
             return True
         if self.name != other.name or self.arguments != other.arguments:
@@ -113,7 +113,7 @@ class ToolCalls(HistorySimilarity):
         self._stricter = list(enumerate(stricter, 1))[::-1]
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
-        """The newest turn's calls, and how often they repeat; empty and None if no call can loop; see `Similarity`."""
+        """The newest turn's calls, and how often they repeat; empty and None if none can loop."""
         calls = Newest(self._list_counted(document))
         if calls.at(self._limits.lowest - 1) is None and not self._cooldown:
             return b"", None  # too few calls for any loop
@@ -125,14 +125,14 @@ class ToolCalls(HistorySimilarity):
         return (b"", None) if found is None else (self._spell_newest(calls), found)
 
     def find_loop(self, calls: Newest[ShownCall]) -> Repeat | None:
-        """The loop by these thresholds alone, or else the most frequent call of the last turn; None if no call counts."""
+        """The loop by these thresholds, or else the last turn's most frequent call, if any."""
         best = self._find_most_repeated(calls)
         if best is not None and not best.looping:
             return self._cycle(calls) or best
         return best
 
     def _spell_newest(self, calls: Newest[ShownCall]) -> bytes:
-        """All that is compared of the newest turn's calls, sorted, because order does not matter."""
+        """What is compared of the newest turn's calls, sorted, because order does not matter."""
         spelled: list[bytes] = []
         while (call := calls.at(len(spelled))) is not None and not call.turn:
             spelled.append(call.spell(results=self._results))
@@ -210,7 +210,7 @@ class ToolCalls(HistorySimilarity):
         return self._limits.of((call.name[:MAX_NAME],))
 
     def _find_most_repeated(self, calls: Newest[ShownCall]) -> Repeat | None:
-        """The call of the last turn that loops, or else is the most frequent in its window; None if no call counts."""
+        """The last turn's call that loops, or else is the most frequent, if one counts."""
         candidates: list[Repeat] = []
         for place in range(self._limits.widest):
             call = calls.at(place)
@@ -246,7 +246,7 @@ class ToolCalls(HistorySimilarity):
         )
 
     def _is_work(self, calls: Newest[ShownCall], equal: Sequence[ShownCall]) -> bool:
-        """Whether equal calls, newest first, have too many new turns between them for a loop: edit, run, edit, run."""
+        """Whether too many new turns between equal calls make them work: edit, run, edit, run."""
         kept = {call.turn for call in equal}
         between = [turn for turn in range(equal[0].turn + 1, equal[-1].turn) if turn not in kept]
         allowed = len(equal) - 2
@@ -334,7 +334,7 @@ def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[ShownCal
 
 
 def _is_said(speaker: str, parts: list[Part]) -> bool:
-    """Whether a message is a person's; results are not, nor is text that is completely wrapped in a tag."""
+    """Whether a message is a person's; results are not, nor is text wrapped in a tag."""
     if speaker in _NOT_SAID:
         return False
     for part in parts:

@@ -1,4 +1,4 @@
-"""Limits of single tools, which replace a detector's threshold, by the tool's name; `*` matches anything."""
+"""Limits of single tools by name, which replace a detector's; `*` matches anything."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class ToolLimits:
         ]
 
     def of(self, names: Sequence[str]) -> Limit:
-        """The limit of tools used in parallel: the highest threshold; if one of them is exempt, all are."""
+        """The limit of parallel tools: the highest threshold; if one is exempt, all are."""
         if not self._tools or not names:
             return self.default
         if len(names) == 1:
@@ -157,7 +157,7 @@ class ToolLimits:
 
 
 def find_role(names: Sequence[str], hints: Mapping[str, bool]) -> int:
-    """READS if all of these tools only read, CHANGES if one changes something, else 0; `hints` override names."""
+    """READS if all tools only read, CHANGES if one changes something; `hints` override names."""
     role = READS if names else 0
     for name in names:
         hint = hints.get(name) if hints else None
@@ -183,7 +183,7 @@ def _read_role(name: str) -> int:
 
 
 def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-    """Find `window_calls` in `tools` of a raw loop_detection entry; yields each place and why it is wrong."""
+    """Find `window_calls` in `tools` of a raw entry; yields each place and why it is wrong."""
     tools = loop.get("tools")
     for name, tool in tools.items() if isinstance(tools, dict) else ():
         if isinstance(tool, dict) and tool.get("window_calls") is not None:

@@ -138,7 +138,7 @@ class Reading:
         self.in_text = len(self.unfolded) > 1
 
     def count_turns(self, most: int) -> int:
-        """The number of turns, up to `most`, if all but the newest were answered; -1 if only reading them would tell."""
+        """The number of turns, up to `most`, if all but the newest were answered; -1 if unsure."""
         conversation, first = self.conversation, 1 if self.conversation.prefilled else 0
         if (
             self.in_text
@@ -368,7 +368,7 @@ class Turn:
         message: Message | None = None,
         behind: list[Message] | None = None,
     ) -> None:
-        """In a scratchpad, `message` is the assistant's part of the text, and `behind` what follows it, newest first."""
+        """In a scratchpad, `message` is the assistant's part, and `behind` what follows it."""
         facts = group.facts
         self.answered = group.answered
         self.referenced = facts is not None and facts.refers
@@ -598,7 +598,7 @@ class Turn:
         return digest(self.normal.encode()) if self.came.images else self.normalized
 
     def may_normalize(self) -> bool:
-        """Whether the request's limit leaves room to normalize the result; it is charged even if the result is cached."""
+        """Whether the request may still normalize the result; charged even if it is cached."""
         if self._normalizes is None:
             self._reading.left -= min(self.came.size, MAX_NORMALIZED)
             self._normalizes = self._reading.left >= 0
@@ -644,7 +644,7 @@ class Turn:
 
     @property
     def evidence(self) -> int:
-        """The evidence for a loop: flags LONG, PASSING and MISSING of the result, READS and CHANGES of the action."""
+        """Evidence: LONG, PASSING, MISSING of the result; READS, CHANGES of the action."""
         if self._evidence < 0:
             reading, did, came = self._reading, self.did, self.came
             if reading.hints is None:
@@ -668,7 +668,7 @@ class Turn:
 
     @property
     def words(self) -> bytes:
-        """A digest, 8 bytes, of a user's words, without digits; empty if there are none, or if they answer an action."""
+        """A digest, 8 bytes, of a user's words, without digits; empty if they answer an action."""
         if (
             self.names
             or USER not in [message.speaker for message in self._list_behind()]
@@ -693,7 +693,7 @@ class Turn:
         return f"{_cut(action, most)} | {_cut(self.result, most)}"
 
     def identify(self) -> bytes:
-        """Distinguishes this turn from equal ones: everything that the assistant wrote, including thoughts, and ids."""
+        """Distinguishes this turn from equal ones: all that the assistant wrote, and ids."""
         message = self._open()
         return _encode(
             [
@@ -720,7 +720,7 @@ class Turn:
         return self._reduced
 
     def _read_result(self) -> _Result:
-        """Results in the order of their calls, without duplicates, then other text, except the harness's."""
+        """Results in the order of their calls, without duplicates, then other text."""
         made = _Result()
         results: list[tuple[str, str]] = []
         others: list[str] = []
@@ -803,7 +803,7 @@ _encode: Final = json.Encoder().encode
 
 
 def encode_turn(turn: AnyTurn) -> bytes:
-    """A turn as an entry of a ring: flags, three hashes, its first name (cut to fit) or its words, and its failure."""
+    """A turn as an entry of a ring: flags, three hashes, its first name or words, its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = (
@@ -904,7 +904,7 @@ def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
 
 
 def same_turn(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
-    """Whether two turns are equal; if their actions are unknown, tools must have returned something."""
+    """Whether two turns are equal; without known actions, tools must have returned something."""
     return (
         same_action(one, other)
         and (one.known or (one.returned and other.returned))
@@ -935,7 +935,7 @@ def weigh(turns: Sequence[AnyTurn]) -> str:
 
 
 def weigh_apart(turns: Sequence[AnyTurn]) -> str:
-    """The strength if actions differ or are unknown, so that failed look-ups may be of different things."""
+    """The strength if actions differ or are unknown: look-ups may be of different things."""
     return weigh([turn for turn in turns if turn.evidence & LONG or not turn.evidence & MISSING])
 
 
@@ -976,7 +976,7 @@ def read_turns(
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
-    """All turns except the oldest, some of whose calls may be in older messages that were omitted."""
+    """All turns except the oldest, some of whose calls may be in omitted messages."""
     last: Turn | None = None
     for turn in turns:
         if last is not None:

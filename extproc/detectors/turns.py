@@ -1,4 +1,4 @@
-"""Similarity `turns`: an agent that repeats actions and gets the same results, whatever its thoughts.
+"""Similarity `turns`: an agent that repeats actions and gets the same results.
 
 `turn.py` and `loops.py` define turns and loops. An agent's request contains its history, so one
 request is enough to detect a loop, and nothing is counted. If the history is condensed or on the
@@ -59,8 +59,8 @@ _WAIT = (
     "the result you have so far."
 )
 _OWN_MISTAKE = re.compile(
-    r"\b(?:arguments?|param(?:s|eters?)?|required|validation|schema|usage)\b|-3260[12]\b|\b(?:unknown|no such|invalid) tool\b"
-    r"|\bnot a valid tool\b|\bsyntax error\b",
+    r"\b(?:arguments?|param(?:s|eters?)?|required|validation|schema|usage)\b|-3260[12]\b"
+    r"|\b(?:unknown|no such|invalid) tool\b|\bnot a valid tool\b|\bsyntax error\b",
     re.IGNORECASE,
 )
 """Agents' own mistakes. Similar agents make the same ones, so they do not mean that the tool's
@@ -127,7 +127,7 @@ class Turns(HistorySimilarity):
     def _make_patient_rules(
         self, keys: SimilarityKeys, threshold: int
     ) -> list[tuple[int, TurnRule]]:
-        """The rules by which weak loops get more than the mildest action, strictest first, each with the step it allows."""
+        """The rules for weak loops, strictest first, each with the step that it allows."""
         if self.last_step <= 1:
             return [(self.last_step, self._make_rule(keys.wait_until(threshold), USUAL_TURNS))]
         strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), USUAL_TURNS)
@@ -148,7 +148,7 @@ class Turns(HistorySimilarity):
         )
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
-        """The newest turn, and how often it repeats; empty if it need not be compared; see `Similarity`."""
+        """The newest turn, and how often it repeats; empty if it need not be compared."""
         history = self.rule.read(document)
         newest = history.at(0)
         if newest is None or not newest.known:
@@ -169,7 +169,7 @@ class Turns(HistorySimilarity):
     def compare_in_session(
         self, document: Document, *, named: bool = True
     ) -> tuple[bytes, Repeat | None, Memory | None]:
-        """The newest turn even without a loop, because earlier requests may complete one; see `Similarity`."""
+        """The newest turn even without a loop, because earlier requests may complete one."""
         history = self.rule.read(document)
         if history.elsewhere and not (
             named and history.after
@@ -240,7 +240,7 @@ class Turns(HistorySimilarity):
         return digest(lines), found._replace(held=True, notes_only=True)
 
     def find_loop(self, history: History) -> Repeat | None:
-        """The loop that the newest of these turns is part of, by the strictest rule that finds one, if any."""
+        """The loop that the newest turn is part of, by the strictest rule that finds one."""
         best: Repeat | None = None
         if self._most > USUAL_TURNS:  # some tool's threshold needs more
             history = self._narrow(history)
@@ -256,7 +256,7 @@ class Turns(HistorySimilarity):
         return best
 
     def _narrow(self, history: History) -> History:
-        """The turns to compare: more than usual only if thresholds of the newest turn's tools need them."""
+        """The turns to compare: more than usual only if the newest turn's tools need them."""
         newest = history.at(
             1 if only_speaks(history.at(0)) else 0
         )  # before a prefill, a turn may be in a loop
@@ -268,7 +268,7 @@ class Turns(HistorySimilarity):
     def look_back(
         self, history: History, found: Repeat | None, place: ChainPlace | None = None
     ) -> Repeat | None:
-        """Add the loops that the history showed earlier to a loop; if it has left one, they are added to `_NO_REPEAT`.
+        """Add earlier loops of the history to a loop, or to `_NO_REPEAT` if it has left one.
 
         Most requests are in no loop, nor were those before them; their places in the chain tell.
         """
@@ -340,7 +340,7 @@ class Turns(HistorySimilarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Thresholds that need more turns than are read, or contradict each other; see `Similarity`."""
+        """Thresholds that need more turns than are read, or contradict each other."""
         threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
         if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
             where = (*place, "threshold_identical_requests")

@@ -561,7 +561,7 @@ def test_argument_a_schema_refuses_is_named_by_path(
     ],
 )
 def test_uncertain_fault_is_not_named(schema: Schema, arguments: dict[str, Any]) -> None:
-    """A branch may accept it, the schema contradicts itself, refers elsewhere or to itself, or is too large."""
+    """A branch may accept it, or the schema is contradictory, refers elsewhere or is too large."""
     arguments = (
         {**dict.fromkeys([f"p{number}" for number in range(50)], "x"), **arguments}
         if "p99" in arguments

@@ -54,7 +54,7 @@ def check(runs: Sequence[Run], verdicts: Verdicts) -> None:
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("api", APIS)
 def test_every_loop_is_found_and_nothing_else(api: str, habit: str) -> None:
-    """12 or 16 conversations, among them 4 or 8 runs of one task that are equal to the byte at first."""
+    """12 or 16 conversations, among them 4 or 8 runs of one task that are equal at first."""
     random = Random(f"{api}{habit}")
     kept = HABITS[habit]
     runs = [*make_runs(api, kept, random), *make_best_of(random.choice((4, 8)), api, kept, random)]
@@ -125,7 +125,7 @@ def test_runs_with_equal_messages_are_told_apart(
 def test_results_of_other_runs_refuse_no_run(
     habit: str, make: Callable[[int, str, Habit, Random], list[Run]]
 ) -> None:
-    """Older results are cleared and nothing else tells runs apart: some loops are missed, but no run is refused wrongly."""
+    """Older results are cleared and nothing else tells runs apart: some loops are missed."""
     for seed in range(6):
         random = Random(seed)
         runs = make(4, "chat", HABITS[habit], random)

@@ -1,4 +1,4 @@
-"""Several detectors in one policy, uncounted requests, callers named in the body, and streamed bodies."""
+"""Several detectors in one policy, uncounted requests, callers in bodies, streamed bodies."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def status(answer: Any) -> int:  # noqa: ANN401  # a ProcessingResponse
     ],
 )
 def test_key_of_a_single_detector_never_changes(more: dict[str, Any], key: str) -> None:
-    """An update must not lose the counts of policies with one detector: their keys are those of the first release."""
+    """An update must not lose their counts: the keys are those of the first release."""
     engine = make_engine(policy("live", ANY, limit_keys=["header:x-a"], **more))
     check = engine.prepare(HttpRequest("POST", "/v1?b=2&a=1", "host", {"x-a": b"ann"}), "edge")
     assert check is not None
@@ -789,7 +789,7 @@ def in_chunks(data: bytes, size: int) -> list[ProcessingRequest]:
 
 @pytest.mark.parametrize("loop", [{}, CALLS])
 def test_observed_body_is_inspected_whole(loop: dict[str, Any]) -> None:
-    """In observability mode Envoy streams bodies without saying so (1.40 sends no protocol_config)."""
+    """In observability mode, Envoy 1.40 streams bodies, but sends no protocol_config."""
     service = make_service(policy("p", ANY, **loop))
     messages = [headers(mode=None), *in_chunks(looping(2), 100)[1:]]
     for message in messages:

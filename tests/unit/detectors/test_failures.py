@@ -99,7 +99,7 @@ def test_error_is_found_within_3000_characters(text: str, error: bool) -> None:
 
 
 def test_recorded_results_are_classified() -> None:
-    """Of more than 400 results, at most 4 % of the reported errors are none, 4 % of errors are missed, 4 % get a wrong kind."""
+    """At most 4 % of reported errors are none, 4 % are missed, and 4 % get a wrong kind."""
     errors = [(kind, text) for kind, text in TOOL_RESULTS if kind != NO_FAILURE]
     found = [(kind, read_failure(text)) for kind, text in errors if is_error(text)]
     said = sum(is_error(text) for _, text in TOOL_RESULTS)

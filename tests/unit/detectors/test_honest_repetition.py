@@ -57,7 +57,7 @@ def find_refused(variants: Sequence[list[Did]], detector: Detector = AGENTS) -> 
 
 
 def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list[str]:
-    """What is done about each request of a conversation with an agent that has tools; in texts it has none."""
+    """The action on each request of a conversation; an agent that writes texts has no tools."""
     actions = []
     for end in range(1, len(turns) + 1):
         if written == "text":

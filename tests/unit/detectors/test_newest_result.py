@@ -57,7 +57,10 @@ def write_in_parts(rounds: int) -> bytes:
 
 
 def write_parallel(rounds: int, *, interleaved: bool) -> bytes:
-    """Rounds of eight parallel calls, each followed by its output or all outputs at the end; older outputs are cleared."""
+    """Rounds of eight parallel calls, each with its output or all outputs at the end.
+
+    Older outputs are cleared.
+    """
     items: list[dict[str, Any]] = [{"role": "user", "content": "Fix it."}]
     for at in range(rounds):
         for call in range(8):

@@ -1,4 +1,4 @@
-"""Circles in which a step varies: hardly any turn is new, though no turn repeats often enough and no cycle is exact."""
+"""Circles in which a step varies: hardly any turn is new, though no other rule applies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_two_new_steps_in_eight_are_work(shape: str) -> None:
 
 
 def test_steps_that_may_repeat_are_new() -> None:
-    """What is read again after a change, and calls of a tool with a threshold of its own, or without one."""
+    """Reads after a change, and calls of a tool with a threshold of its own, or without one."""
     turns = go_round(Random(1), 3)
     polls = [Turn("poll", turn.argument, turn.result) for turn in turns]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.told import Told, find_reason, find_strength, tell
 
-FORMAT = """Answer the following questions as best you can. You have access to these tools: search, calculator
+FORMAT = """Answer the following questions as best you can. You have these tools: search, calculator
 
 Use the following format:
 
@@ -280,7 +280,7 @@ DATA = [
 
 @pytest.mark.parametrize("lines", DATA)
 def test_data_at_the_end_of_a_prompt_is_no_loop(lines: str) -> None:
-    """Rows that differ only in numbers, examples, and one line again and again; nor are steps that somebody quotes."""
+    """Rows that differ only in numbers, examples, and one line again and again."""
     rows = "\n".join([lines.format(n=n, letter=chr(65 + n)) for n in range(12)])
 
     for behind in INSTRUCTIONS:

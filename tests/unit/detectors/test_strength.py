@@ -116,7 +116,7 @@ def test_weak_loop_waits_for_weak_threshold(
 
 
 def test_weak_cycle_waits_until_it_fills_32_turns() -> None:
-    """A cycle of three turns never repeats fourteen times in 32: 30 turns are enough for the next action."""
+    """A cycle of three never repeats fourteen times in 32: 30 turns allow the next action."""
     keys = {
         "action": "steer",
         "escalate": {"throttle": 5, "reject": 7},
@@ -193,7 +193,7 @@ def declare(name: str, *, reads: bool) -> dict[str, Any]:
 
 
 def find_role(*names: str, **more: Any) -> str:  # noqa: ANN401  # of the body
-    """What tools do: a repeated read is no repetition after a change, nor is one after these tools."""
+    """What tools do: a read after a change is no repetition, nor is one after these tools."""
     used = [Did(tuple((name, {}) for name in names), ("a.py",) * len(names))]
     look, change = polls("a.py", 1, "dir"), polls("done", 1, "mv")
     reads = not is_loop(as_chat([*used, *used, *change, *used]) | more)

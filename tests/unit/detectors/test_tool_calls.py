@@ -86,7 +86,7 @@ def _keys(turn: Did, loop: dict[str, Any]) -> list[Key]:
 
 
 def oracle(turns: Sequence[Did], more: dict[str, Any]) -> set[tuple[str, int]]:
-    """All (tools, count) that may be reported as a loop, empty for none: the specification as code."""
+    """All (tools, count) that may be reported as a loop: the specification as code."""
     loop = DEFAULTS | more
     if loop.get("reset_on_user_message", True):
         turns = turns[
@@ -178,7 +178,7 @@ _LOOPS = st.fixed_dictionaries(
     {"threshold_identical_requests": 2, "window_calls": 4},
 )
 def test_every_api_gets_the_verdict_of_the_oracle(turns: list[Did], loop: dict[str, Any]) -> None:
-    """If results are missing, calls with ids lack the last ones, calls without ids the first ones."""
+    """If results are missing, calls with ids lack the last ones, others the first ones."""
     missing: Any = None
     last = [
         turn._replace(results=(missing,) * (len(turn.calls) - len(turn.results)) + turn.results)
@@ -459,7 +459,7 @@ SPOKEN: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize(("body", "expected"), SPOKEN.values(), ids=SPOKEN)
 def test_words_of_a_user_start_anew(body: dict[str, Any], expected: bool) -> None:
-    """A message of any role but `assistant` and `tool` starts anew; text wholly in tags does not."""
+    """Messages of any role but `assistant` and `tool` start anew, except text in tags."""
     assert loops(body) is expected
 
 

@@ -1,4 +1,7 @@
-"""What `turns` remembers of requests, here and in the store; `test_known_messages` proves that verdicts ignore it."""
+"""What `turns` remembers of requests, here and in the store.
+
+`test_known_messages` proves that verdicts ignore it.
+"""
 
 from __future__ import annotations
 
