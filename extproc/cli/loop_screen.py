@@ -96,7 +96,7 @@ class LoopScreen:
 
 
 def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
-    """A line about all budgets and one for each of the tightest, cut to a width; empty without budgets."""
+    """A line about all budgets and one for each of the tightest; empty without budgets."""
     if report is None or not (report["known"] or report["exist"]):
         return []
     total = report["total"]
@@ -144,7 +144,7 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
 
 
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
-    """The commands that stop or free each row, below comments about the row; `more` flags are appended to each."""
+    """The commands that stop or free each row, with `more` flags, below comments about the row."""
     lines = []
     for row in [*_list_burning(report), *report["conversations"]]:
         if "sessions" in row:

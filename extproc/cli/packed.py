@@ -1,4 +1,4 @@
-"""Lines of plain, gzip or zstd files, read in bounded memory, and counts of problems with them; for `scan` and `replay`.
+"""Reads lines of plain, gzip or zstd files in bounded memory, and counts problems with them.
 
 The first bytes of a file tell how it is compressed.
 """
@@ -35,7 +35,7 @@ _WINDOW: Final = 27
 
 _FREE: Final = 2**28
 _MOST_PER_BYTE: Final = 1_032
-"""Maximum expansion of gzip's deflate; zstd can reach a hundred times as much, which is allowed up to `_FREE` bytes."""
+"""Maximum expansion of gzip's deflate; zstd can reach more, allowed up to `_FREE` bytes."""
 
 _CHUNK: Final = 2**20
 _MOST_NAMES: Final = 20

@@ -1,4 +1,4 @@
-"""`loopguard check-envoy --probe`: sends marked requests through a live gateway and asks Loopguard about each."""
+"""`check-envoy --probe`: sends marked requests through a gateway and asks Loopguard about each."""
 
 from __future__ import annotations
 
@@ -117,11 +117,12 @@ def list_requests(path: str, mark: str, big: int) -> Iterator[ProbeRequest]:
 def _spell(path: str) -> dict[str, str]:
     """Other spellings of a path that some upstreams treat as equal."""
     first, slash, rest = path[1:].partition("/")
+    escaped = f"%{ord(first[0]):02X}{first[1:]}" if first.isascii() and first else first
     return {
         "dot segments": f"/loopguard-probe/..{path}",
         "doubled slash": f"/{path}",
         "escaped slash": f"/{first}%2F{rest}" if slash else f"/.%2F{first}",
-        "escaped letter": f"/{f'%{ord(first[0]):02X}{first[1:]}' if first.isascii() and first else first}{slash}{rest}",
+        "escaped letter": f"/{escaped}{slash}{rest}",
         "upper case": path.upper(),
         "path parameter": f"{path};loopguard=probe",
         "path parameter of the first segment": f"/{first};loopguard=probe{slash}{rest}",
@@ -182,7 +183,7 @@ def probe(
     headers: Sequence[tuple[str, str]],
     big: int,
 ) -> list[Result]:
-    """Send every request to every listener, then ask all Loopguards about them; raises LoopguardError."""
+    """Send every request to every listener, then ask every Loopguard; raises LoopguardError."""
     name = secrets.token_hex(16)
     listeners = [(text, _parse_url(text)) for text in urls]
     for client in clients:
@@ -270,7 +271,7 @@ def judge(
 
 
 def is_guarded(results: Sequence[Result], ignored: Sequence[str]) -> bool:
-    """Whether only `ignored` requests pass unguarded, and each listener and path has a guarded request."""
+    """Whether only `ignored` requests are unguarded, and each path of a listener has others."""
     probed = {(result.url, result.path) for result in results}
     guarded = {(result.url, result.path) for result in results if result.verdict == GUARDED}
     unguarded = {result.request.name for result in results if result.verdict == UNGUARDED}

@@ -30,7 +30,7 @@ BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = (
     "landed",
     "refused",
 )
-"""Changes in an episode: its first note was due, the loop continued after it, or one of the ENDS."""
+"""Changes in an episode: its first note, the loop continuing after it, or one of the ENDS."""
 
 ARMS: Final = ("noted", "not_noted")
 ENDS: Final = (TURNED, LANDED, REFUSED)
@@ -146,7 +146,7 @@ class NoteFollower:
 
 
 def describe_after(counts: Mapping[str, int], active: int | None = None) -> dict[str, int]:
-    """The counts of AFTER, and of episodes without an end; `active` is the number of active ones, if known."""
+    """The counts of AFTER, and of open episodes; `active` is how many are active, if known."""
     found = {after: counts.get(after, 0) for after in AFTER}
     left = count_open(counts)
     more = (

@@ -1,4 +1,4 @@
-"""Shares tables between replicas: each publishes its own on a board in the store, and merges those of the others.
+"""Shares tables between replicas: each publishes its own in the store, and merges the others.
 
 A table is published from the server's event loop; packing it, a few milliseconds' work, is done in
 a thread. Merging is done in the thread that serves a report. No request waits for either. A

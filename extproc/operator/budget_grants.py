@@ -1,8 +1,8 @@
 """Budget grants: a one-time credit for a caller's budget, or a higher limit for some time.
 
 A higher limit is an override like others: each replica adds it to the limit in its requests to the
-    store. A token bucket is
-also credited at once, because otherwise its level would only rise over time.
+store. A token bucket is also credited at once, because otherwise its level would only rise over
+time.
 
 A one-time credit is not an active override. The replicas share a budget's state, so the replica
 that receives the order credits it in the store. It finds the budget in the rows of `/budgets`,
@@ -84,7 +84,7 @@ def find_credits(
 
 
 def list_rules(plans: Sequence[Plan]) -> set[str]:
-    """The names of all rules of these policies, including those that a ramp has in shadow mode for some callers."""
+    """The rules of these policies, including those that a ramp shadows for some callers."""
     budgets = [each.budget for plan in plans for each in (plan, plan.watching) if each is not None]
     return {rule.name for budget in budgets if budget is not None for rule in budget.guard.rules}
 

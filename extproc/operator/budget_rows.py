@@ -114,13 +114,13 @@ class BudgetRow(Row, array_like=True):
         return self.kind == PERIOD and now * _MS >= self.start + self.span
 
     def find_open_ms(self, now: float) -> int:
-        """Milliseconds until a circuit breaker closes: 0 if it is closed, `FOREVER` if only a release closes it."""
+        """Milliseconds until a circuit breaker closes: 0 if closed, `FOREVER` until a release."""
         if self.kind != BREAKER or self.wait_ms in (0, FOREVER):
             return self.wait_ms if self.kind == BREAKER else 0
         return max(0, self.wait_ms - round((now - self.told) * _MS))
 
     def find_reset_ms(self, now: float) -> int:
-        """Milliseconds until the budget is full or its next period begins; `FOREVER` if only a release resets it."""
+        """Milliseconds until the budget is full or its next period begins, or `FOREVER`."""
         if self.kind == BUCKET:
             return -(-(self.limit - self.find_left(now)) // max(1, self.rate))
         if self.kind == PERIOD:
@@ -128,7 +128,7 @@ class BudgetRow(Row, array_like=True):
         return self.find_open_ms(now)
 
     def make_credit(self, amount: int, raised: int = 0) -> Take:
-        """A store request that credits the budget by `amount`, at most to its limit plus `raised`."""
+        """A store request that credits `amount`, at most to the limit plus `raised`."""
         take = Take(self.key, self.kind, 0, self.limit, self.rate, self.span, self.offset)
         return take.raise_limit(raised).settle(amount, self.start)
 

@@ -75,7 +75,7 @@ class BudgetTable(Table[BudgetRow, BudgetDocument]):
     def act(
         self, candidate: BudgetGuard, outcome: Outcome, subject: BudgetSubject, now: float
     ) -> BudgetRow | None:
-        """Note a budget's refusal or stage; returns its row, or None if the request has no such budget."""
+        """Note a budget's refusal or stage; returns its row, if the request has such a budget."""
         refuses = outcome.action is Action.REJECT
         for each in candidate.reserved:
             meant = _name_rule(each) == subject.rule and each.limit.reason is subject.reason

@@ -41,7 +41,7 @@ BY_DESIGN: Final = {
     "no_body": "are replayed from a log without bodies",
     "not_recorded": "are replayed from a log without what the policy needs",
 }
-"""Reasons that need no repair, because requests were left out on purpose or ended early, with their texts."""
+"""Reasons that need no repair, with texts: requests were left out on purpose or ended early."""
 
 WINDOW_SECONDS: Final = 900
 _SNAPSHOT_SECONDS: Final = 60

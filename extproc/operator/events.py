@@ -4,9 +4,8 @@ CloudEvents 1.0 (github.com/cloudevents/spec, v1.0.2), written to a file or sent
 
 `emit` puts an event into a bounded queue and returns; a background thread delivers it. If the queue
 is full, events are dropped and counted. A webhook gets batches in the JSON batch format, and each
-batch is retried until it is accepted. With a
-secret, batches are signed according to Standard Webhooks (github.com/standard-webhooks): an
-    HMAC-SHA256 of id, time and body.
+batch is retried until it is accepted. With a secret, batches are signed according to Standard
+Webhooks (github.com/standard-webhooks): an HMAC-SHA256 of id, time and body.
 """
 # interpreted: waits for a receiver
 
@@ -189,7 +188,7 @@ class Events:
 
 
 def open_events(settings: Settings, source: str, metrics: Metrics) -> Events | None:
-    """Open the target of `--events`, if set; raises UsageError or LoopguardError if it is unusable."""
+    """Open the target of `--events`, if any; raises UsageError or LoopguardError."""
     if not settings.events:
         return None
     return Events(_open_sink(settings), source, metrics)

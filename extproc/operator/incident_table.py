@@ -1,4 +1,4 @@
-"""Incidents: if a tool fails in the same way for many sessions, its server is at fault, not each agent.
+"""Incidents: if a tool fails alike for many sessions, its server is at fault, not each agent.
 
 Only loops whose newest result is an error are considered. They belong to the same incident if
 policy, tool and error are equal. An incident needs ENOUGH sessions within INCIDENT_SECONDS. A
@@ -105,7 +105,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}  # by policy, tool and error
 
     def weigh(self, exchange: Exchange, decision: Decision, now: float) -> Decision:
-        """The decision, with milder actions for loops in an incident; `now` is in seconds since 1970."""
+        """The decision, with milder actions for loops in an incident."""
         enforcing: list[Outcome] = []
         watching: list[Outcome] = []
         found = False
@@ -185,7 +185,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
 
 
 def _name_session(document: Document, candidate: LoopGuard) -> str:
-    """The hash of a request's session name, or else of its conversation's opening; 16 hex digits."""
+    """The hash of the session's name, else of the conversation's opening, in 16 hex digits."""
     named = candidate.session.encode()
     if not named:
         conversation = open_conversation(document)

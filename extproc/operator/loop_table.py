@@ -1,4 +1,4 @@
-"""Looping conversations for operators: the costs, savings and loops of each, and the actions on its requests.
+"""Looping conversations for operators: their costs, savings and loops, and the actions taken.
 
 Only requests that a policy acts on are recorded here, so others cost nothing.
 """
@@ -125,7 +125,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         return loops
 
     def note_allowed(self, exchange: Exchange, decision: Decision) -> None:
-        """Note a request that an override allows, unless it was noted before or its conversation is unknown."""
+        """Note a request that an override allows, once, if its conversation is known."""
         if exchange.find_conversation_key():
             return
         key = name_conversation(exchange, decision.trace)
@@ -294,7 +294,7 @@ def _open_loop(
 
 
 def find_agent(request: HttpRequest, candidate: Guard | None) -> str:
-    """The agent's self-reported id; empty if it is also a caller's value, which may be confidential."""
+    """The agent's self-reported id; empty if it is a caller's value, which may be secret."""
     agent = next((value for name in AGENT_HEADERS if (value := request.read_header(name))), "")
     hidden = [] if candidate is None else [value for _, value in candidate.values]
     return "" if agent in hidden else cut_text(agent, NAME_SHOWN)
@@ -306,7 +306,7 @@ def find_guard(exchange: Exchange, outcome: Outcome) -> Guard | None:
 
 
 def name_repeated(repeat: Repeat | None, fingerprint: str) -> str:
-    """What identifies a loop: its fingerprint or, for a cycle, whose fingerprint changes, its tools."""
+    """What identifies a loop: its fingerprint or, as that changes in a cycle, a cycle's tools."""
     if repeat is not None and len(repeat.tools) > 1:
         return "\n".join(sorted(repeat.tools))[:PATH_SHOWN]
     return fingerprint
@@ -333,7 +333,7 @@ def name_conversation(exchange: Exchange, trace: Sequence[Outcome]) -> tuple[str
 
 
 def _find_name(exchange: Exchange, *, limited: bool) -> str:
-    """The hash of the session's name, preferably as limits (or else detectors) know it; empty if it has none."""
+    """The hash of the session's name, as limits or else detectors know it; empty without a name."""
     named = [
         each
         for group in exchange.groups

@@ -299,12 +299,11 @@ def _announce(what: str, override: ActiveOverride, who: str) -> None:
 def parse_order(
     order: object, who: str, now: float, plans: Sequence[Plan], key: HashKey = PROCESS_KEY
 ) -> ActiveOverride:
-    """Parse an operator's order given at `now` (seconds since 1970); raises BadOrderError with all problems.
+    """Parse an order given at `now` (seconds since 1970); raises BadOrderError with all problems.
 
     An order is an object with `kind` and at least one target: `caller` (a hash, an alias, or values
-        by name), `session` (a
-    hash, or one value by its key), `fingerprint` or `tool`. `policy`, `seconds` and `reason` are
-    optional.
+    by name), `session` (a hash, or one value by its key), `fingerprint` or `tool`. `policy`,
+    `seconds` and `reason` are optional.
 
     A grant also has at least one of `steps`, `tool_calls`, `cost` (in dollars), `depth`, `agents`,
     `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name). A budget grant instead has
@@ -493,7 +492,7 @@ def _read_fields(order: object) -> dict[str, Any]:
 
 
 def _find_broken(value: object) -> str:
-    """The first text with half of a surrogate pair, which JSON can contain but UTF-8 cannot; empty if there is none."""
+    """The first text with half of a surrogate pair, which UTF-8 cannot contain; empty for none."""
     texts = (
         [value]
         if isinstance(value, str)
@@ -605,7 +604,7 @@ _READERS: dict[str, Callable[[object], object]] = {
 
 
 def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:
-    """Remarks for the operator: why an override may do less than expected under the active policies.
+    """Remarks for the operator: why an override may do less than expected.
 
     `session_key` is the limit key of its session; empty if it has no session or gives a hash.
     """
@@ -658,7 +657,7 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
 
 
 def _tell_scope(override: ActiveOverride) -> tuple[bool, bool]:
-    """Whether an order kills named sessions, and whether it affects only policies with session limits."""
+    """Whether an order kills named sessions, and whether only policies with limits honour it."""
     ends_sessions = override.kind == KILL and override.target.session != ""
     return ends_sessions, override.kind in (KILL, GRANT) and not ends_sessions
 
@@ -786,7 +785,7 @@ def write_override(override: ActiveOverride) -> bytes:
 
 
 def read_override(name: str, document: bytes) -> ActiveOverride:
-    """Decode an override from the store, perhaps of another version; raises ValueError if it is invalid."""
+    """Decode an override from the store, perhaps of another version; raises ValueError."""
     try:
         found = json.loads(document)
         descriptors = tuple(

@@ -63,7 +63,7 @@ class Probes:
             seen[mark] = {"matched": list(policies), "counted": [], "left_out": {}}
 
     def note(self, exchange: Exchange) -> None:
-        """Note which policies counted a request, and why others did not, if it belongs to a probe."""
+        """Note which policies counted a probe's request, and why others did not."""
         mark = exchange.request.read_header(PROBE_HEADER)
         seen = self._find(mark)
         found = seen.get(mark) if seen is not None else None

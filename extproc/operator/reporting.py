@@ -132,7 +132,7 @@ class Reporter:
         self.report_uncounted(exchange)
 
     def weigh(self, exchange: Exchange, decision: Decision) -> Decision:
-        """The decision, changed if the request is part of an incident (a tool that fails for many sessions)."""
+        """The decision, milder if the request is part of an incident."""
         try:
             return self.incidents.weigh(exchange, decision, time())
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
@@ -251,7 +251,7 @@ class Reporter:
             self.report_failure("a change after a note could not be reported", error)
 
     def report_sessions(self, candidates: list[SessionGuard], lead: Outcome | None = None) -> None:
-        """Report the state of a request's sessions; `lead` is the deciding outcome, None if the request was unchanged."""
+        """Report a request's sessions; `lead` is the deciding outcome, None if it is unchanged."""
         metrics, now = self._metrics, time()
         action = lead.action.value if lead is not None else ""
         for candidate in candidates:
@@ -397,7 +397,7 @@ class Reporter:
             )
 
     def _remind(self, name: str) -> int:
-        """Count a request under `name`; returns the number of requests once a minute, otherwise 0."""
+        """Count a request under `name`; returns the count once a minute, otherwise 0."""
         if name not in self._stopped and len(self._stopped) >= _MOST_REMINDERS:
             self._stopped.clear()
         return self._stopped.setdefault(name, Reminder(_REMIND_SECONDS)).count(perf_counter())
@@ -535,7 +535,7 @@ class Reporter:
             self.report_failure("budgets could not be reported", error)
 
     def _report_budget(self, exchange: Exchange, outcome: Outcome, subject: BudgetSubject) -> None:
-        """Count a budget's stage or refusal; refusals are logged once a minute per caller and rule."""
+        """Count a budget's stage or refusal; log refusals once a minute per caller and rule."""
         labels = (
             outcome.policy,
             outcome.mode,
@@ -580,7 +580,7 @@ class Reporter:
         )
 
     def _warn(self, message: str, whose: str, **shown: object) -> None:
-        """Log a warning, rate-limited per tenant and overall, with the number of suppressed ones before it."""
+        """Log a warning, rate-limited per tenant and overall, with the number suppressed before."""
         limit = self._tenants.use(whose)
         if limit is None:
             limit = RateLimit(_DETECTIONS_PER_TENANT)
@@ -593,7 +593,7 @@ class Reporter:
 
 
 def _suggest(row: BudgetRow, subject: BudgetSubject) -> str | None:
-    """The command that unblocks the caller; None for a breaker whose caller cannot be targeted by hash."""
+    """The command that unblocks the caller; None for a breaker if no hash targets the caller."""
     if row.is_open:
         return write_breaker_release(row.tenant, row.policy) if row.orderable else None
     return write_budget_grant(

@@ -166,7 +166,7 @@ class SessionEvents(RowEvents):
 
 
 class BudgetEvents(RowEvents):
-    """Sends events about stages, refusals and opened breakers, each once per caller, rule and minute."""
+    """Sends events about stages, refusals and open breakers, once per caller, rule and minute."""
 
     def look(self, rows: Sequence[BudgetRow], now: float) -> None:
         """Send events about changes since the last look; `now` is in seconds since 1970."""

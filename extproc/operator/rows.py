@@ -1,4 +1,4 @@
-"""Rows and documents that replicas publish, how they are merged, and how they are cut to fit on a board.
+"""Rows and documents that replicas publish, and how they are merged and cut to fit a board.
 
 A field's annotation has the function that merges it, given both rows and the field's name. A field
 without one is the same on all replicas. During an upgrade, two versions share a store, so new
@@ -86,7 +86,7 @@ def merge(rows: Iterable[AnyRow]) -> list[AnyRow]:
 
 
 class Document(Row):
-    """The `rows` of one replica's table, or of all after merging, and the number `left_out` for lack of space."""
+    """The `rows` of one replica, or of all after merging; `left_out` had no space."""
 
     def pack(self: Any) -> bytes:  # subclasses define the fields, because their order matters
         """Pack as many rows as fit on a board; the last ones are left out."""
@@ -97,7 +97,7 @@ class Document(Row):
         )
 
     def finish(self: Any, now: float) -> None:
-        """Merge the rows of several replicas and drop expired ones; `now` is in seconds since 1970."""
+        """Merge the rows of several replicas and drop expired ones."""
         self.rows = merge([row for row in self.rows if row.last >= now - KEPT_SECONDS])
 
     @classmethod
@@ -112,7 +112,7 @@ class Document(Row):
 
 
 def fit(most: int, make: Callable[[int], object]) -> bytes:
-    """Pack as much of a document as fits on a board; `make(n)` builds it with `n` entries, at most `most`."""
+    """Pack as many entries as fit a board; `make(n)` is the document with `n`, at most `most`."""
     kept = most
     while True:
         packed = zlib.compress(msgspec.msgpack.encode(make(kept)), 9)

@@ -36,7 +36,7 @@ The counts include all.
 """
 
 MAX_DETAILED = 200
-"""Number of sessions, newest first, that are published with calls; more would not fit on a board."""
+"""The newest sessions, which are published with calls; more would not fit on a board."""
 
 ACTIVE_SECONDS = 60
 """An agent is shown as active for this long after a request."""
@@ -252,7 +252,7 @@ class SessionDocument(Document, array_like=True):
 
 
 def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]:
-    """Merge rows into one per session, most recent first, without sessions whose last request was before `since`."""
+    """Merge rows into one per session, newest first, without sessions idle since `since`."""
     merged = merge([row for row in rows if row.last >= since])
     for row in merged:
         began = row.began - _SKEW

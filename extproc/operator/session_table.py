@@ -54,11 +54,11 @@ _DEEPEST: Final = 32
 """Maximum length of a chain of sessions, each started by the next, that is followed."""
 
 _CALL_NAME: Final = 4
-"""Length of the prefix of a call's name that is published, in bytes; enough to be unique in its session."""
+"""Bytes of a call's name that are published; enough to be unique in its session."""
 
 
 class RunName(NamedTuple):
-    """The key of a session: the caller's hash, the policy and its mode, and the hash of the session's name."""
+    """The key of a session; `tenant` and `session` are hashes."""
 
     tenant: str
     policy: str
@@ -143,7 +143,7 @@ class Run:
             row.depth = standing.tree.depth or row.depth
 
     def refuse(self, standing: Standing, now: float, agent: str) -> None:
-        """Note a request that a limit refuses, or that waits for pending requests; waiting is not shown as a refusal."""
+        """Note a refused request; one that waits for pending requests is not shown as a refusal."""
         limit, tool = LIMITS[standing.limit], _find_tool(standing)
         if not standing.waits:
             self.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool, agent)

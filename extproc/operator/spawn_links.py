@@ -35,7 +35,7 @@ class SpawnLinks:
         self._begun: LRU[str, LRU[bytes, str]] = LRU(_CALLERS)
 
     def note(self, tenant: str, session: str, document: Document, *, begins: bool) -> list[str]:
-        """Note a request of a session without a name; returns the sessions that its newest tool calls started."""
+        """Note a request of an unnamed session; returns the sessions that its new calls started."""
         known = self._begun.use(tenant)
         try:
             if begins:

@@ -27,7 +27,7 @@ class ShownRow(NamedTuple):
 
 
 class OrderIndex:
-    """Indexes orders by one of their targets, because there may be thousands of orders and of rows."""
+    """Orders by one of their targets, because there may be thousands of orders and rows."""
 
     def __init__(self, orders: Iterable[ActiveOverride]) -> None:
         self._filed: dict[tuple[str, ...], list[ActiveOverride]] = {}

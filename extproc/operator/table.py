@@ -1,4 +1,4 @@
-"""A bounded table of what this process has seen recently, such as loops and sessions, for operators.
+"""A bounded table of what this process has seen recently, such as loops and sessions.
 
 A tenant gets at most a tenth of the rows, so it cannot evict those of others. Only the event loop
 writes; other threads read with `copy`.

@@ -1,4 +1,4 @@
-"""The example for Alertmanager: its own tool accepts and routes it, and the real one posts to Slack and PagerDuty."""
+"""The example for Alertmanager: its own tool routes it, and it posts to Slack and PagerDuty."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_analysis_tolerates_inconclusive_answers() -> None:
 
 
 class Case(NamedTuple):
-    """What Prometheus sees, one value a minute in promtool's notation, and the answers after 20 minutes; {} for none."""
+    """One value a minute in promtool's notation, and the answers after 20 minutes; {} for none."""
 
     series: dict[str, str]
     answers: dict[str, float]

@@ -74,7 +74,7 @@ def test_hot_path_is_compiled() -> None:
 
 
 def test_no_compiled_module_relies_on_lazy_expressions() -> None:
-    """Compiled code evaluates a generator expression at once, so none may leave its function or be read in part."""
+    """Compiled code evaluates a generator at once: none may leave its function or be cut short."""
     in_part = {"islice", "takewhile", "dropwhile", "iter", "map", "filter", "chain"}
     found = []
     for module in select_modules():
@@ -97,7 +97,7 @@ def test_no_compiled_module_relies_on_lazy_expressions() -> None:
 
 
 def test_doors_are_tested_compiled() -> None:
-    """A test module that starts Loopguard, a transport or a server is among the doors, or has the mark."""
+    """A test module that starts a transport or a server is among the doors, or has the mark."""
     opens = re.compile(
         (
             r"^from (tests\.support\.servers|extproc\.transport\b.*|tests\.support\.harness) "

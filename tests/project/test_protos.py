@@ -1,4 +1,4 @@
-"""Our .proto files against the official descriptors, each in a process (and a descriptor pool) of its own."""
+"""Our .proto files against the official descriptors, each in its own process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ found = {}
 
 def describe(message):
     found[message.full_name] = {
-        field.name: [field.number, field.type, field.is_repeated, field.containing_oneof and field.containing_oneof.name,
-                     (field.message_type or field.enum_type) and (field.message_type or field.enum_type).full_name]
+        field.name: [
+            field.number, field.type, field.is_repeated,
+            getattr(field.containing_oneof, "name", None),
+            getattr(
+field.message_type or field.enum_type, "full_name", None),
+        ]
         for field in message.fields
     }
     for nested in message.nested_types:

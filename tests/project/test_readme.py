@@ -232,8 +232,12 @@ os.execv(ENVOY, [ENVOY, *arguments])
 _CLAUDE = f"""#!{sys.executable}
 import anthropic
 turn = [
-    {{"role": "assistant", "content": [{{"type": "tool_use", "id": "a", "name": "read", "input": {{"path": "app.py"}}}}]}},
-    {{"role": "user", "content": [{{"type": "tool_result", "tool_use_id": "a", "content": "error: no such file"}}]}},
+    {{"role": "assistant", "content": [
+        {{"type": "tool_use", "id": "a", "name": "read", "input": {{"path": "app.py"}}}}
+    ]}},
+    {{"role": "user", "content": [
+        {{"type": "tool_result", "tool_use_id": "a", "content": "error: no such file"}}
+    ]}},
 ]
 messages = [{{"role": "user", "content": "What does app.py do?"}}, *turn * 3]
 anthropic.Anthropic(api_key="key").messages.create(model="m", max_tokens=9, messages=messages)

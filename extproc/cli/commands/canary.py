@@ -1,4 +1,4 @@
-"""`loopguard canary`: what a shadow policy would do instead of the enforcing one, and whether that is safe."""
+"""`loopguard canary`: compares shadow policies with the enforcing ones they may replace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ HELP = "compare shadow policies with the enforcing ones they may replace"
 EXAMPLES = """examples:
   loopguard canary status
   loopguard canary status --admin http://10.0.0.5:9900 --admin http://10.0.0.6:9900
-  loopguard canary status --policy strict --max-new-refusals 0.0005 && loopguard validate policies/"""
+  loopguard canary status --policy strict --max-new-refusals 0.0005 && echo safe"""
 
 _STATUS_EXAMPLES = """Replicas that share a Redis or Valkey know the counts of all: ask any of them.
 For others, repeat --admin for each.
 
-exit code: 0 safe, 3 keep watching, 4 too strict (with several canaries, the highest); 1 no answer or no canary, 2 usage"""
+exit code: 0 safe, 3 keep watching, 4 too strict (with several canaries, the highest);
+1 no answer or no canary, 2 usage"""
 
 _CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
 _COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}

@@ -1,4 +1,4 @@
-"""`loopguard check-envoy`: reports settings in an Envoy configuration that would cause problems, route by route."""
+"""`loopguard check-envoy`: reports harmful settings in an Envoy configuration, route by route."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXAMPLES = f"""examples:
   loopguard check-envoy envoy.yaml
   loopguard check-envoy --policy policies/ --admin http://127.0.0.1:9901
   istioctl proxy-config all POD -o json | loopguard check-envoy --json /dev/stdin
-  loopguard check-envoy --policy policies/ --probe https://gateway.example -H "authorization: Bearer $KEY"
+  loopguard check-envoy --policy policies/ --probe https://gateway.example -H "x-api-key: $KEY"
 
-exit code: 0 good (neither notes nor what is not judged are findings), 1 findings or unguarded requests, 2 the configuration
-cannot be read
+exit code: 0 no findings (there may be notes), 1 findings or unguarded requests,
+2 the configuration cannot be read
 
 findings:
 {chr(10).join(f"  {code:<17}{meaning}" for code, meaning in CODES.items())}"""

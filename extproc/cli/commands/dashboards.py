@@ -1,4 +1,4 @@
-"""`loopguard dashboards`: writes the Grafana dashboard, the Prometheus alerts and an example for Alertmanager.
+"""`loopguard dashboards`: writes a Grafana dashboard, Prometheus alerts and Alertmanager routes.
 
 The Helm chart installs the dashboard and the alerts itself.
 """

@@ -16,8 +16,10 @@ EXAMPLES = """examples:
   loopguard doctor --admin http://10.0.0.7:9900 --admin http://10.0.0.8:9900
   loopguard doctor --json | jq '.[0].findings[] | select(.level == "problem")'
 
-Replicas that share a store know of all requests: ask any of them. For replicas with separate stores, repeat --admin for each.
-Exit code: 0 if there is no problem, 1 if there is one, or if a server cannot be asked."""
+Replicas that share a store know of all requests: ask any of them.
+For replicas with separate stores, repeat --admin for each.
+
+exit code: 0 no problem, 1 a problem, or a server cannot be asked"""
 
 _PROBLEM = "problem"
 

@@ -14,7 +14,7 @@ from extproc.policy.presets import DEFAULT_PRESET, find_preset
 
 HELP = "print an Envoy bootstrap that guards the policies' routes, or the parts for an existing one"
 EXAMPLES = """examples:
-  loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml
+  loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml
   loopguard envoy-config --policy policies/ --snippet --routes chat,search
   loopguard envoy-config --snippet --shadow-mode partial
 

@@ -266,7 +266,7 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
 
 
 def _print_budgets(guard: BudgetGuard, more: _Rows) -> None:
-    """Print a block per budget that applies, without the amount left, which only the store knows."""
+    """Print a block per budget, without the amount left, which only the store knows."""
     rules = guard.budget
     if guard.oversize is not None:
         subject = guard.oversize

@@ -1,4 +1,4 @@
-"""`loopguard grant`: lets a session continue beyond its limits, or gives a caller more of a budget."""
+"""`loopguard grant`: raises a session's limits, or gives a caller more of a budget."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXAMPLES = """examples:
   loopguard grant --caller x-team=red --budget dollars --amount 20 --reason 'release day'
   loopguard grant --caller x-team=red --budget dollars --amount 20 --for 1d
 
-Grants add up. Without --session, a grant is for each session of a caller. What is added to a budget is added once,
-up to the whole budget. With --for, its limit is raised for that time."""
+Grants add up. Without --session, a grant is for each session of a caller.
+A budget gets the amount once, up to its limit, or with --for a higher limit for that time."""
 
 _LASTS = "1d"
 
@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="additional agents that may start within a minute",
     )
-    text = "additional calls of a tool that has a limit of its own, repeatable"
+    text = "additional calls of a tool in max_calls_per_tool, repeatable"
     parser.add_argument(
         "--tool",
         action="append",

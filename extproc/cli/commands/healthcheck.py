@@ -18,7 +18,7 @@ HELP = "check the health of a running server (grpc.health.v1)"
 EXAMPLES = """examples:
   loopguard healthcheck
   loopguard healthcheck --address unix:/run/loopguard.sock
-  loopguard healthcheck --tls-ca ca.pem --tls-cert probe.pem --tls-key probe.key --tls-server-name loopguard.example
+  loopguard healthcheck --tls-ca ca.pem --tls-cert probe.pem --tls-key probe.key
 
 exit code: 0 serving, 1 anything else"""
 

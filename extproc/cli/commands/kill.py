@@ -1,4 +1,4 @@
-"""`loopguard kill`: refuses a session with its agents, or all limited sessions of a caller, until it is released."""
+"""`loopguard kill`: refuses a session with its agents, or all limited sessions of a caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HELP = (
     "refuse a session with its agents, or all sessions of a caller that have limits, until released"
 )
 EXAMPLES = """examples:
-  loopguard kill --session header:x-session-id=abc --caller x-team=red --reason 'runaway, incident 7'
+  loopguard kill --session header:x-session-id=abc --caller x-team=red --reason 'incident 7'
   loopguard kill --session 9f2c51a07be3d418 --for 7d
   loopguard release --session 9f2c51a07be3d418"""
 

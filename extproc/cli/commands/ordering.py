@@ -25,7 +25,7 @@ _OPERATOR_HEADER = "x-loopguard-operator"
 def add_order_flags(
     parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False
 ) -> None:
-    """Add the flags of an order: --for with the default `lasts`, if any; --fingerprint and --tool unless `sessions`."""
+    """Add an order's flags: --for lasts `lasts`; --fingerprint and --tool unless `sessions`."""
     parser.add_argument(
         "--caller",
         action="append",
@@ -66,7 +66,7 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def give(kind: str, options: argparse.Namespace, **more: object) -> int:
-    """Send an order to every server, with those of the `more` fields that are not None; returns the exit code."""
+    """Send an order with the `more` fields that are not None to every server."""
     order = make_order(kind, options) | {
         name: value for name, value in more.items() if value is not None
     }
@@ -99,7 +99,7 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_duration(text: str) -> int:
-    """Parse a duration such as `30m` to seconds; raises UsageError if it is malformed or too long for an order."""
+    """Parse a duration such as `30m` to seconds; raises UsageError."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise UsageError(
@@ -112,7 +112,7 @@ def read_duration(text: str) -> int:
 
 
 def make_headers(options: argparse.Namespace, client: AdminClient) -> dict[str, str]:
-    """The headers with the operator's name and token for a server; raises UsageError if the token file is invalid."""
+    """The headers with the operator's name and token; raises UsageError for a bad token file."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user in a container may have no name

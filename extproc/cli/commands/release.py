@@ -11,7 +11,8 @@ EXAMPLES = """examples:
   loopguard release --caller x-user-id=ann
   loopguard release --fingerprint 5d2a1c0e --policy chat --reason 'false alarm'
 
-Loops that a request itself shows (tool_calls, turns) cannot be reset: use `loopguard allow` for the caller instead."""
+Loops that a request itself shows (tool_calls, turns) cannot be reset:
+use `loopguard allow` for the caller instead."""
 
 add_flags = add_order_flags
 run = partial(give, "release")

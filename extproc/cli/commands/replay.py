@@ -23,11 +23,12 @@ EXAMPLES = """examples:
   loopguard replay --policy candidate.json access.log access.log.1.gz --json | jq .policies
   kubectl logs deploy/envoy | loopguard replay --policy policies/ -
 
-A log is Envoy's access log in the format of `loopguard envoy-config`, written with `serve --record`, or a file of records with
-bodies, one per line; see docs/replay.md. Memory does not grow with the logs.
+A log is Envoy's access log in the format of `loopguard envoy-config`, written with
+`serve --record`, or a file of records with bodies, one per line; see docs/replay.md.
+Memory does not grow with the logs.
 
-exit code: 0 replayed (unusable lines are listed on stderr and in the report), 1 a log cannot be read, or has no request that
-can be replayed; with --strict, also if a line cannot be used"""
+exit code: 0 replayed (unusable lines are listed on stderr and in the report), 1 a log cannot
+be read, or has no request that can be replayed; with --strict, also if a line cannot be used"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,11 +21,12 @@ EXAMPLES = """examples:
   loopguard scan --limits
   loopguard scan --json | jq '.worst[0]'
 
-Reads transcripts of Claude Code, Codex and Gemini CLI, ATIF, OTLP exports of GenAI spans (JSON), and logs of requests (JSON
-lines) in the form of any API that Loopguard guards, plain, gzip or zstd. Formats are recognized by content. Without PATH, it
-reads what these agents leave in ~/.claude, ~/.codex and ~/.gemini, or in CLAUDE_CONFIG_DIR, CODEX_HOME and GEMINI_CLI_HOME.
-It needs no Envoy and no policy, and nothing leaves this machine. The preset `agents` judges each call as it would have judged
-its request: a note at the third identical turn, a stop at the seventh.
+Reads transcripts of Claude Code, Codex and Gemini CLI, ATIF, OTLP exports of GenAI spans (JSON),
+and logs of requests (JSON lines) in the form of any API that Loopguard guards, plain, gzip or
+zstd. Formats are recognized by content. Without PATH, it reads what these agents leave in
+~/.claude, ~/.codex and ~/.gemini, or in CLAUDE_CONFIG_DIR, CODEX_HOME and GEMINI_CLI_HOME.
+It needs no Envoy and no policy, and nothing leaves this machine. The preset `agents` judges each
+call as it would have judged its request: a note at the third identical turn, a stop at the seventh.
 
 exit code: 0 scanned, whatever was found; 1 nothing can be read; 2 usage"""
 

@@ -22,9 +22,11 @@ EXAMPLES = """examples:
   loopguard serve --policy bundle.json --listen 0.0.0.0:50051 --log-format json
   LOOPGUARD_POLICY=/etc/loopguard loopguard serve --shadow
 
-Without a policy, the preset `agents` watches in shadow mode: `loopguard top` shows loops, and no request is touched.
+Without a policy, the preset `agents` watches in shadow mode: `loopguard top` shows loops,
+and no request is changed.
 
-signals: SIGHUP reloads the policies (so does any change of the files), SIGTERM drains, Ctrl-C drains without the delay"""
+signals: SIGHUP reloads the policies (so does any change of the files), SIGTERM drains,
+Ctrl-C drains without the delay"""
 
 add_flags = settings.add_flags
 

@@ -21,7 +21,8 @@ EXAMPLES = """examples:
   loopguard sessions 5a0c93e1bb7f2d64
   loopguard sessions --json | jq '.sessions[0].tool_call_counts'
 
-Replicas that share a store know all sessions: ask any of them. For replicas with separate stores, repeat --admin for each."""
+Replicas that share a store know all sessions: ask any of them.
+For replicas with separate stores, repeat --admin for each."""
 
 _SORTS = ("last", "cost", "steps", "tool_calls", "blocks", "agents")
 _TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")

@@ -33,8 +33,9 @@ EXAMPLES = """examples:
   loopguard top --price 2.50
   loopguard top --tree
 
-Replicas that share a store know all loops: ask any of them. For replicas with separate stores, repeat --admin for each. If the
-output is not a terminal, it is printed once."""
+Replicas that share a store know all loops: ask any of them.
+For replicas with separate stores, repeat --admin for each.
+If the output is not a terminal, it is printed once."""
 
 _SORTS = ("now", "cost", "spared", "requests", "count", "last", "first")
 _BUDGETS = 100
@@ -139,7 +140,7 @@ def _show(report: dict[str, Any], options: argparse.Namespace) -> LoopScreen | T
 
 
 def make_tree(report: dict[str, Any]) -> Text:
-    """The sessions and their agents; a session that seems to be an agent follows the one that started it."""
+    """The sessions and their agents; a session that seems to be an agent follows its parent."""
     from rich.text import Text  # noqa: PLC0415  # only this command needs it
 
     return Text(

@@ -19,8 +19,8 @@ EXAMPLES = """examples:
   loopguard validate policies/ && git push
   loopguard validate --namespace-of policies/shop=host:shop.example.com,id:shop- policies/
 
-exit code: 0 serve accepts these files (warnings and notes on stderr), 1 it does not: every error is on stderr as
-file: /json/pointer: message"""
+exit code: 0 serve accepts these files (warnings and notes on stderr), 1 it does not:
+every error is on stderr as file: /json/pointer: message"""
 
 _VARIABLE = f"{ENV_PREFIX}ALLOW_UNENFORCED"
 

@@ -61,7 +61,7 @@ def find_named(places: Sequence[ConfigPlace], name: str) -> ConfigPlace | None:
 
 
 def find_resources(document: ConfigPlace) -> Resources:
-    """The resources in a bootstrap, a config dump or a list of resources; raises UsageError for anything else."""
+    """The resources in a bootstrap, a config dump or a list; raises UsageError for others."""
     found = Resources()
     if document.get("configs").is_there:
         _read_dump(document.get("configs"), found)
@@ -151,7 +151,7 @@ class Route:
 
     @property
     def levels(self) -> tuple[ConfigPlace, ConfigPlace, ConfigPlace]:
-        """The entry, its host and its RouteConfiguration: settings of the first level apply before others."""
+        """The entry, its host and its RouteConfiguration: the first with a setting wins."""
         return (self.place, *self.around)
 
     @property
@@ -318,7 +318,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class GuardedRoute:
-    """A route on which a filter is on, with its overrides and its processing mode, which may replace the filter's."""
+    """A route on which a filter is on, with its overrides of the filter's settings and mode."""
 
     route: Route
     mode: ConfigPlace
@@ -343,7 +343,7 @@ class GuardedRoute:
 
 
 def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Guard]:
-    """The filters of a manager that call Loopguard: by these names, else those that mention Loopguard."""
+    """The filters of a manager with these names, else those that mention Loopguard."""
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [
         item for item in processors if (item.name in names if names else mentions_loopguard(item))
@@ -378,7 +378,7 @@ def mentions_loopguard(item: HttpFilter) -> bool:
 
 
 def _list_enabled(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
-    """The routes on which a filter is on, if only for a weighted cluster; whatever it sends there."""
+    """The routes on which a filter is on, if only for a weighted cluster."""
     for route in manager.routes:
         weighted = route.place.get("route", "weighted_clusters", "clusters").items()
         inner = [

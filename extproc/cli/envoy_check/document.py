@@ -130,7 +130,7 @@ class ConfigPlace:
 
 
 def read_file(path: str) -> ConfigPlace:
-    """Read a bootstrap, config dump or xDS resources; raises UsageError if it is neither YAML nor JSON."""
+    """Read a file of YAML or JSON; raises UsageError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -47,7 +47,7 @@ class CheckReport:
 def inspect(
     resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> CheckReport:
-    """Run all checks on the filters with these `names`, by default on those that mention Loopguard."""
+    """Run all checks on the filters with these `names`, else those that mention Loopguard."""
     routes: list[RouteReport] = []
     findings: list[Finding] = []
     guards: list[Guard] = []

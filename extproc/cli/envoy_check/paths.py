@@ -165,7 +165,7 @@ class PathPattern:
         return False if wide else None
 
     def list_spellings(self) -> list[str]:
-        """Two spellings of a path that are equal to it but not to a policy; empty if it is case-sensitive."""
+        """Two spellings that match the path but not a policy; empty if it is case-sensitive."""
         return (
             [self.literal.lower(), self.literal.upper()]
             if self.folds and _has_letters(self.literal)

@@ -10,7 +10,7 @@ from extproc.cli.envoy_check.paths import PathPattern, find_share, list_methods,
 from extproc.policy.bundle import Selector, normalize_host
 
 Taken = tuple[Route, Route | None]
-"""A route, and the route whose unknown match makes that uncertain: itself, an earlier one, or None."""
+"""A route, and the one whose unknown match makes that uncertain, perhaps itself, or None."""
 
 _LATE = ("cluster_header", "cluster_specifier_plugin", "inline_cluster_specifier_plugin")
 """Fields that choose a cluster for each request."""
@@ -38,7 +38,7 @@ def find_taken(routes: Sequence[Route], selector: Selector, *, port: str = "") -
 
 
 def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
-    """Pointers of the virtual hosts for these hosts: by name, else by wildcard, else the default one."""
+    """Pointers of the virtual hosts for these: by name, else by wildcard, else the default one."""
     domains = {route.around[0].pointer: route.around[0].get("domains").names() for route in routes}
     found: set[str] = set()
     for host in hosts:
@@ -96,7 +96,7 @@ def _takes_methods(route: Route, methods: Sequence[str]) -> bool:
 
 
 def share_upstream(route: Route, other: Route) -> bool | None:
-    """Whether two routes send requests to the same cluster; None if a request or plugin chooses one."""
+    """Whether two routes use the same cluster; None if a request or plugin chooses one."""
     if name_clusters(route) & name_clusters(other):
         return True
     return None if _chooses_late(route) or _chooses_late(other) else False

@@ -15,7 +15,7 @@ from extproc.settings import Address, SubjectName, parse_address, parse_subject_
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
 HTTPS = 443
 _WINDOW = range(65_535, 2**31)
-"""Valid sizes of an HTTP/2 flow-control window (RFC 9113 section 6.5.2), which limits the bodies that Envoy buffers."""
+"""Valid HTTP/2 flow-control windows (RFC 9113 section 6.5.2), which limit buffered bodies."""
 
 
 def is_ip(host: str) -> bool:

@@ -35,7 +35,7 @@ _ESCAPE = re.compile("%[0-9A-F]{2}")
 
 
 def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
-    """The whole configuration as commented YAML; raises UsageError if a selected route cannot be placed."""
+    """The whole configuration as commented YAML; raises UsageError for a route without a place."""
     assert options.upstream is not None  # noqa: S101  # checked by the options
     routes = plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)

@@ -35,7 +35,7 @@ class _Anchor(NamedTuple):
     api: str = ""
 
     def list_around(self) -> Iterator[_Anchor]:
-        """This anchor, every prefix of its requests, longest first, and every API that they may call."""
+        """This anchor, every prefix of it, longest first, and every API that it may call."""
         yield self
         yield _Anchor(self.path or "/", exact=False)
         for end in range(len(self.path) - 1, -1, -1):
@@ -47,7 +47,7 @@ class _Anchor(NamedTuple):
                 yield _Anchor("", exact=False, api=api)
 
     def rank(self) -> tuple[bool, int]:
-        """The sort key for Envoy's order: exact paths, then prefixes, longest first, and APIs before `/`."""
+        """The sort key: exact paths, then prefixes, longest first, and APIs before `/`."""
         return not self.exact, -len(self.path or "/x")
 
 
@@ -55,7 +55,7 @@ _EVERYWHERE = _Anchor("/", exact=False)
 
 
 def plan_routes(policies: PolicySet) -> list[GuardedPath]:
-    """The guarded paths, most specific first; raises UsageError if policies need conflicting route names."""
+    """The guarded paths, most specific first; raises UsageError for conflicting route names."""
     users: dict[_Anchor, list[Policy]] = {}
     by_name_alone: list[Policy] = []
     for policy in policies.list_acting():
@@ -135,6 +135,6 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
 
 
 def _name(anchor: _Anchor, names: Mapping[_Anchor, str]) -> str:
-    """A route's own name, else that of the nearest enclosing path or API, whose policies match its requests, too."""
+    """A route's name, else that of the nearest enclosing path or API, whose policies match, too."""
     name = next((names[around] for around in anchor.list_around() if names.get(around)), "")
     return name or f"guarded:{anchor.api or anchor.path}{'' if anchor.exact or anchor.api else '*'}"

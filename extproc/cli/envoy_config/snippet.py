@@ -19,9 +19,10 @@ from extproc.cli.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
 
 _HEAD = """\
-# The parts that an existing Envoy configuration needs to call Loopguard. Made by `loopguard envoy-config --snippet` for Envoy
-# {envoy} and newer. The comment above each part says where it goes. Add lists to yours; settings replace yours. Configuration
-# from a control plane has the same places under other names.
+# The parts that an existing Envoy configuration needs to call Loopguard. Made by
+# `loopguard envoy-config --snippet` for Envoy {envoy} and newer. The comment above each part says
+# where it goes. Add lists to yours; settings replace yours. Configuration from a control plane has
+# the same places under other names.
 # When all parts are in place: envoy --mode validate -c FILE && loopguard check-envoy FILE
 """
 
@@ -63,7 +64,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
 
 
 def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
-    """The parts as YAML documents, with their places in comments; raises UsageError if a route cannot be placed."""
+    """The parts as YAML documents with their places; raises UsageError for a route without one."""
     parts = enumerate(_make_parts(policies, options), 1)
     head = _HEAD.format(envoy=describe_guard(policies, options)["envoy"])
     return head + "".join(

@@ -1,4 +1,4 @@
-"""Envoy's rules that extract token counts from responses; `apis` has the places and reads the results."""
+"""Envoy's rules that extract token counts from responses; `apis` has the places."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_rules() -> str:
 
 
 def write_event_rules() -> str:
-    """The rules for an event of a stream: one for each object with counts, which is passed as text."""
+    """The rules for an event of a stream: one per object with counts, passed as text."""
     objects = [_write_rule(place, place, _TEXT) for place in EVENT_OBJECTS]
     return "\n".join(f"- rule: {rule}" for rule in [*objects, *_MODEL_RULES])
 

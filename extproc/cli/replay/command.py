@@ -86,7 +86,7 @@ def _watch(logs: Logs, advance: Callable[..., object]) -> Iterator[LogEntry]:
 
 @contextmanager
 def show_bar(size: int | None) -> Iterator[Callable[..., object]]:
-    """Show a progress bar for `size` bytes if stderr is a terminal; yields the function that advances it."""
+    """Show a progress bar if stderr is a terminal; yields the function that advances it."""
     from rich.progress import (  # noqa: PLC0415  # 0.1 s
         BarColumn,
         Progress,

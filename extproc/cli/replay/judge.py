@@ -30,7 +30,7 @@ class Judge:
         key: HashKey = PROCESS_KEY,
         pinned: Sequence[str] = (),
     ) -> None:
-        """Start with an empty store; `pinned` policies judge all requests, without their selectors."""
+        """Start with an empty store; `pinned` policies judge all requests."""
         self.unmatched = self.killed = 0
         self._engine = engine
         self._pinned = pinned

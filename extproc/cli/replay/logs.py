@@ -128,7 +128,7 @@ class Logs:
             self.problems.add("damaged", lines.place, str(error))
 
     def _merge(self) -> Iterator[tuple[int, LogEntry]]:
-        """The next request of the log furthest behind, and a time before which no more are expected."""
+        """The next request of the log furthest behind, and a time before which none will follow."""
         readers = [self._parse(source) for source in self._sources]
         fronts = [(0, number) for number in range(len(readers))]
         heapify(fronts)

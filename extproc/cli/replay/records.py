@@ -1,8 +1,7 @@
-"""Parses a log line into a recorded request. docs/replay.md has the format, which `recording` writes.
+"""Parses a log line into a recorded request. docs/replay.md has the format.
 
 A line of an access log has a partial record in the field `loop_record`: the request may have had
-    values that are missing there.
-Any other line is itself a record, and complete.
+values that are missing there. Any other line is itself a record, and complete.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Recorded(msgspec.Struct, gc=False):
         return self.record.unknown or "no_body"
 
     def make_request(self) -> HttpRequest:
-        """Make a request for the engine; reading a value that was not recorded raises NotCounted."""
+        """A request for the engine; reading a value that was not recorded raises NotCounted."""
         record = self.record
         headers = {name.lower(): self._read(value) for name, value in record.headers.items()}
         if self.content is not None:

@@ -1,4 +1,4 @@
-"""Reads ATIF (Agent Trajectory Interchange Format, v1.0 to v1.7): one JSON document per trajectory, as Harbor writes it."""
+"""Reads ATIF (Agent Trajectory Interchange Format, v1.0 to v1.7), as Harbor writes it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TrajectoryStep(msgspec.Struct):
 
 
 def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
-    """A step as messages: its own, then its results; a result without a call becomes a user's message.
+    """A step's message, then its results; a result without a call becomes a user's message.
 
     Raises:
         ValueError: its source is unknown.

@@ -1,8 +1,8 @@
 """Reads Codex rollouts: `~/.codex/sessions/<year>/<month>/<day>/rollout-<time>-<thread>.jsonl`.
 
 A line has a payload: an item of the Responses API, or metadata of the session. An answer is all
-    items of the model up to the
-first result or another party's message. Rollouts of 2025 have bare items.
+items of the model up to the first result or another party's message. Rollouts of 2025 have bare
+items.
 
 The rollout of a fork begins with its own head, the heads of the threads that it continues, and
 copies of their items with new times. So a call is identified by the oldest of these threads and all

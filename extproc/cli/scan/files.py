@@ -20,7 +20,7 @@ _HOMES: Final = (
     ("CODEX_HOME", "~/.codex", ("sessions", "archived_sessions")),
     ("GEMINI_CLI_HOME", "~", (".gemini/tmp",)),
 )
-"""Where agents write transcripts: the variable with their folder, its default, and the parts to read."""
+"""Where agents write: the variable with their folder, its default, and the parts to read."""
 
 EXAMPLE: Final = (
     "; name files or folders, or try `loopguard scan examples/transcripts` in a checkout"

@@ -1,4 +1,4 @@
-"""Passes each JSON value of a file to the reader of its format, trying the reader of the previous value first."""
+"""Passes each JSON value of a file to the reader of its format, first to the previous reader."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class GeminiCli(TranscriptReader):
         self._run.add([_encode(message) for message in messages])
 
     def _describe(self, place: FilePlace, *, is_agent: bool) -> About:
-        """Describe the session by its folders: the project, `chats`, and for a sub-agent the parent session."""
+        """Describe the session by its folders: project, `chats`, and an agent's parent session."""
         folder = Path(place.file).parent
         root = folder.name if is_agent and folder.parent.name == _CHATS else self._session
         while _CHATS in {folder.name, folder.parent.name}:

@@ -36,7 +36,7 @@ class Total(msgspec.Struct):
 
 
 def find_percentile(values: Sequence[int], percent: int) -> int:
-    """A percentile by nearest rank: the smallest value that covers this percentage of the values."""
+    """A percentile by nearest rank: the smallest value that covers this share of the values."""
     return sorted(values)[max(1, ceil(len(values) * percent / 100)) - 1]
 
 

@@ -46,7 +46,7 @@ HARMLESS: Final = frozenset(
 def read_values(
     file: str, problems: Problems, advance: Callable[[int], object], longest: int = LONGEST
 ) -> Iterator[tuple[FilePlace, bytes]]:
-    """The JSON values of a file, with their places: its lines, its document, or the items of its list.
+    """The JSON values of a file: its lines, its document, or the items of its list.
 
     Args:
         file: the path.

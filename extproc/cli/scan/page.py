@@ -1,4 +1,4 @@
-"""The report as an HTML page without scripts or external resources; contents of transcripts are escaped."""
+"""The report as an HTML page without scripts or external resources; contents are escaped."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class ScanReport:
         self._estimated = self._estimated or run.estimated
 
     def _add_total(self, run: RunReport) -> None:
-        """Add a conversation to its session's total, with copied calls: limits see these in its history, too."""
+        """Add a conversation to its session's total, with copied calls, which limits see, too."""
         about, root = run.about, run.about.root
         key = (about.kind, root, 0) if root else (about.kind, about.session, len(self._totals) + 1)
         if key not in self._totals and len(self._totals) >= _MOST_SESSIONS:
@@ -154,7 +154,7 @@ class ScanReport:
             total.agents += 1
 
     def _find_copies(self, run: RunReport) -> dict[int, Spent]:
-        """The calls, by number, that an earlier conversation has too, because clients copy its history to continue it.
+        """The calls, by number, that an earlier conversation has, too: clients copy history.
 
         A call without an identity is a copy if a later one is, because copies begin at the start.
         """

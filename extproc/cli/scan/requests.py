@@ -168,7 +168,7 @@ class FollowedRequests:
         call: ModelCall,
         about: About,
     ) -> bool:
-        """Take a request whose history is a text, such as a scratchpad; returns False for others."""
+        """Take a request whose history is a text, such as a scratchpad; False for others."""
         newest = next(conversation.read_backwards(), None)
         if newest is None or len(unfold(newest)) == 1:
             return False
@@ -220,7 +220,7 @@ class FollowedRequests:
     def _replay(
         self, followed: _Followed, turns: Sequence[_Turn], call: ModelCall, *, known: bool
     ) -> None:
-        """Add the turns in the first request of a conversation; their calls count unless they are `known`."""
+        """Add the turns in a conversation's first request; their calls count unless `known`."""
         size = 0
         for each in turns:
             turn = [message for _, message in each]
@@ -356,7 +356,7 @@ def _list_first_keys(body: bytes) -> str:
 
 
 def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
-    """Describe content of the newest answers in an unknown form, such as an SDK's own, which would hide loops."""
+    """Describe content of the newest answers in an unknown form, which would hide loops."""
     read = (part for message in conversation.read_backwards() for part in message.read_parts())
     if all(
         part.kind == OTHER and part.value is ABSENT for part in read
@@ -425,7 +425,7 @@ def _split_turns(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Tu
 def _list_new(
     turns: Sequence[_Turn], shown: Sequence[Spoken], place: ChainPlace, node: bytes
 ) -> list[list[bytes]]:
-    """The messages that a request adds to the request at a node, by turn; the first turn may be partly known."""
+    """The messages that a request adds to a node's, by turn; the first may be partly known."""
     links = (
         place.links[::-1].index(node)
         if node in place.links
@@ -459,7 +459,7 @@ def _read_text(outers: Sequence[Values], names: Sequence[str]) -> str:
 
 
 def _read_usage(response: msgspec.Raw | None, values: Values, body: bytes) -> tuple[Usage, bool]:
-    """The tokens from the response, or next to the request, else estimated from bytes; and whether they are estimated."""
+    """The tokens from the response or the record, else from bytes, and whether that is a guess."""
     answer = _open(response)
     if isinstance(answer, str) and answer.startswith("{"):
         answer = _open(msgspec.Raw(answer.encode("utf-8", "surrogatepass")))

@@ -149,7 +149,10 @@ def describe_loop(loop: Mapping[str, Any], number: int) -> list[str]:
             f"{number:>2}. {tools}: {loop['words']}, {loop['turns']} "
             f"turns{span}{'' if loop['loop'] else ' (a note at most)'}"
         ),
-        f"    {loop['agent']} in {write_path(loop['project'])}, {loop['kind']} {loop['session']}".rstrip(),
+        (
+            f"    {loop['agent']} in {write_path(loop['project'])}, "
+            f"{loop['kind']} {loop['session']}"
+        ).rstrip(),
     ]
     for turn in loop["repeated"]:
         if turn["text"]:

@@ -102,7 +102,7 @@ def name_folder(file: str) -> str:
 
 
 def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
-    """Convert ISO 8601, or a number of seconds, milliseconds or finer units, to milliseconds; 0 if invalid."""
+    """Convert ISO 8601, or a number of seconds or finer units, to milliseconds; 0 if invalid."""
     if isinstance(value, str):
         if value.isdecimal() and len(value) <= 20:  # noqa: PLR2004  # digits of 64 bits
             return read_time(int(value))

@@ -245,8 +245,8 @@ class Watch:
         """Add an answer and the messages after it, in an API's form.
 
         Some messages must be read together with those before them: an answer without messages after
-            it may be a thought of the
-        next one, and messages after an empty answer belong to the answer before it.
+        it may be a thought of the next one, and messages after an empty answer belong to the answer
+        before it.
         """
         if self._unanswered or (not self._add(messages) and self._recent):
             self._add_again(messages)
@@ -301,7 +301,7 @@ class Watch:
         return read[0] if read and isinstance(read[0], Turn) else None
 
     def ask(self, call: ModelCall, unread: str = "") -> None:
-        """Record a call of the model with the messages so far; `unread` is why its request cannot be judged."""
+        """Record a call with the messages so far; `unread` is why it cannot be judged."""
         report = self._report = self._report or RunReport(self.about, call.place, call.time)
         before = report.spent
         price = self._judging.price(call)

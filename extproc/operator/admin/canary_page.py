@@ -23,12 +23,12 @@ from extproc.operator.canary.verdict import Rules
 
 
 class CanaryPages:
-    """`/canary`, the report with the default rules, and `/canary/states`, the counts of each replica."""
+    """`/canary` reports with the default rules; `/canary/states` has the counts of each replica."""
 
     def __init__(
         self, sharing: Sharing, find_loop: Callable[[], asyncio.AbstractEventLoop]
     ) -> None:
-        """Report on the counts of `sharing`; `find_loop` returns the event loop for requests to the store."""
+        """`find_loop` returns the event loop that may ask the store."""
         self._sharing = sharing
         self._find_loop = find_loop
 

@@ -1,4 +1,4 @@
-"""The commands' client of the admin endpoints. httpx is imported by the first client, not by this module."""
+"""The commands' client of the admin endpoints. The first client imports httpx."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def open_clients(admin: Sequence[str] | None, flag: str = _FLAG) -> list[AdminClient]:
-    """Clients of the servers on the command line, else of the default server; raises UsageError for malformed addresses."""
+    """Clients of these servers, else of the default one; raises UsageError for a bad address."""
     return (
         [AdminClient(text, flag) for text in admin]
         if admin
@@ -53,7 +53,7 @@ def open_clients(admin: Sequence[str] | None, flag: str = _FLAG) -> list[AdminCl
 
 
 def find_admin(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The server's address from the environment and the variable's name, else the default address and the flag.
+    """The address from the environment and its variable, else the default address and the flag.
 
     Orders must not reach the wrong server, so malformed values and misspelt variables raise
     UsageError.
@@ -83,7 +83,10 @@ class AdminClient:
     """A client of one server."""
 
     def __init__(self, url: str, flag: str = _FLAG) -> None:
-        """Does not connect yet; raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH."""
+        """Does not connect yet.
+
+        Raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH.
+        """
         import httpx  # noqa: PLC0415  # takes 0.2 s
 
         self.url, self._flag = url, flag
@@ -125,7 +128,7 @@ class AdminClient:
         body: object = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401  # as json.loads
-        """The decoded JSON of an endpoint; raises LoopguardError with the server's message if the request fails."""
+        """The decoded JSON of an endpoint; raises LoopguardError with the server's message."""
         import httpx  # noqa: PLC0415  # as above
 
         content = None if body is None else json.dumps(body)
@@ -214,7 +217,7 @@ def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]
 
 
 def read_bounded(pieces: Iterable[bytes], where: str, most: int = _MOST_BYTES) -> bytes:
-    """Join a reply; raises LoopguardError if it is longer than `most` bytes or takes longer than a minute."""
+    """Join a reply; raises LoopguardError if it exceeds `most` bytes or takes over a minute."""
     ends = monotonic() + _WHOLE_SECONDS
     reply = bytearray()
     for piece in pieces:

@@ -119,7 +119,7 @@ def group_loops(
 
 
 def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
-    """Whether a conversation belongs to its tool's incident, which may have a row for each of several policies.
+    """Whether a conversation belongs to an incident, which has a row for each policy.
 
     Conversations that were stuck on the tool just before the incident belong to it. Those that loop
     after it do not.
@@ -179,7 +179,7 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
 
 
 def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:
-    """Costs of forwarded requests, and savings, assuming that refused requests would have cost the same on average.
+    """Costs of forwarded requests, and savings: a refused request would have cost the average.
 
     Policies with cost limits price their requests, and the access log corrects these prices. Other
     costs are estimated.

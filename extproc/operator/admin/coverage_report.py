@@ -1,4 +1,4 @@
-"""`/coverage`: the share of traffic that is guarded, and what to change for the rest, as JSON or HTML."""
+"""`/coverage`: the guarded share of traffic, and what to change for the rest, as JSON or HTML."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class CoveragePages:
         return make_report(self._board.view(), state, places, time())
 
     def summarize(self) -> list[dict[str, Any]]:
-        """The summary for other reports; a list, so that the summaries of several servers can be joined."""
+        """The summary for other reports, in a list, which those of other servers extend."""
         view, state = self._board.view(), self._read_state()
         return [describe_coverage(view.document, state)]
 
@@ -276,7 +276,7 @@ def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, 
 
 
 def _write_place(places: Places, policy: str, key: str = "") -> str | None:
-    """The location of a policy, or of a key in its spec, as `validate` prints it; None if it is not in a file."""
+    """The place of a policy or of a key in its spec, as in `validate`; None without a file."""
     if policy not in places:
         return None
     file, pointer, _ = places[policy]

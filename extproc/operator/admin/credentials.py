@@ -114,7 +114,7 @@ class Credentials:
         )
 
     def check(self, request: Request) -> str:
-        """The operator's name and kind of credential; raises HTTPException if the request may not make changes."""
+        """The operator's name and kind of credential; raises HTTPException if unauthorized."""
         if any(header in request.headers for header in _BROWSERS):
             raise HTTPException(
                 HTTPStatus.FORBIDDEN,
@@ -168,7 +168,7 @@ class Credentials:
             raise HTTPException(HTTPStatus.UNAUTHORIZED, hint, challenge)
 
     def _read(self) -> list[bytes]:
-        """The tokens; raises OSError or ValueError if the file cannot be read, or a token is too short."""
+        """The tokens; raises OSError, or ValueError if a token is too short."""
         with Path(self._path).open("rb") as file:
             tokens = [line.strip() for line in file.read(_MOST_BYTES).splitlines() if line.strip()]
         if not tokens or any(len(token) < _LEAST_TOKEN for token in tokens):

@@ -1,4 +1,6 @@
-"""The token that a server on loopback shares with its own user's commands, in a file that only this user can read or replace.
+"""The token that a server on loopback shares with its own user's commands.
+
+Only this user can read or replace its file.
 
 A server writes a new token at startup, so a file left behind by a crash is useless. The file is
 named after the port.
@@ -20,7 +22,7 @@ _OTHERS = 0o077
 
 
 def name_token_file(port: int) -> Path:
-    """The token file for an admin port, in the user's runtime folder, else in the folder for temporary files."""
+    """The token file of an admin port, in the user's runtime folder, else in a temporary one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     with suppress(OSError):  # it may not exist, and after `su` it may be another user's
         if runtime and Path(runtime).stat().st_uid == os.getuid():
@@ -29,7 +31,7 @@ def name_token_file(port: int) -> Path:
 
 
 def write_token(port: int) -> Path:
-    """Write a new token and return its file; raises OSError if that fails, or if other users can access the folder."""
+    """Write a new token; returns its file, raises OSError if other users can access the folder."""
     path = name_token_file(port)
     path.parent.mkdir(mode=_FOLDER, exist_ok=True)
     _check(path.parent, path.parent.lstat(), _FOLDER)

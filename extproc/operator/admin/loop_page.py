@@ -1,4 +1,4 @@
-"""The admin port's page at `/`: looping conversations, sessions, budgets and charts of the last hour."""
+"""The admin page at `/`: looping conversations, sessions, budgets and charts of the last hour."""
 
 from __future__ import annotations
 

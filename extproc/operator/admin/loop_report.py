@@ -148,7 +148,7 @@ def describe_history(document: LoopDocument, selection: Selection, now: float) -
 
 
 def _describe_after_notes(loop: Loop, run: SessionRow | None, now: float) -> dict[str, Any]:
-    """The changes after a loop's notes, and its session's tokens before and after, if all calls are known."""
+    """The changes after a loop's notes; with all calls known, also its tokens before and after."""
     arms = {arm: _read_arm(loop, arm) for arm in ARMS}
     began, calls = loop.first, run.calls if run is not None else []
     sides = (

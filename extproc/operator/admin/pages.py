@@ -37,7 +37,7 @@ ANSWER_SECONDS = 5.0
 
 _PROBE = re.compile(r"[0-9a-f]{32}")
 _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
-"""The header `Host` (RFC 9110 section 7.2): an IPv6 address is in brackets, and the port is optional."""
+"""The header `Host` (RFC 9110 section 7.2): IPv6 in brackets, and an optional port."""
 
 
 class Page(NamedTuple):
@@ -77,7 +77,7 @@ def route_page(path: str, make: Callable[[], Page]) -> Route:
 
 
 def route_probes(probes: Probes) -> Route:
-    """The route of `loopguard check-envoy --probe`; a probe's first request starts its recording."""
+    """The route of `check-envoy --probe`; a probe's first request starts its recording."""
 
     def follow(request: Request) -> Response:
         probe = request.path_params["probe"]
@@ -98,7 +98,7 @@ def send_page(page: Page) -> Response:
 
 
 async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
-    """The JSON body of a request; raises HTTPException if it is too long (413), or not JSON (400)."""
+    """The JSON body; raises HTTPException if it is too long (413) or not JSON (400)."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -113,7 +113,7 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
 
 
 async def ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """Run `work` on the data path's event loop; raises HTTPException if the store fails or the answer takes too long."""
+    """Run `work` on the data path's loop; raises HTTPException if the store fails or is slow."""
     asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -130,7 +130,7 @@ async def ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> 
 
 
 def is_near(request: Request) -> bool:
-    """Whether the client is on this machine (Unix socket or loopback), and not a remote page in a local browser.
+    """Whether the client is on this machine, and not a remote page in a local browser.
 
     After DNS rebinding, a remote page's requests also come from loopback, but with the page's own
     name in `Host`.

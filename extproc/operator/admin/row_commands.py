@@ -58,7 +58,7 @@ def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]
 
 
 def suggest_for_incident(row: Mapping[str, Any]) -> dict[str, str]:
-    """Commands for all callers of a failing tool: block the tool until its server is back, or allow it."""
+    """Commands for a tool that fails for many: block it until its server is back, or allow it."""
     return {
         "stop": _write("block", _SHORT, tool=row["tool"]),
         "free": _write("allow", _LONG, tool=row["tool"]),
@@ -111,7 +111,7 @@ def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str
 
 
 def _suggest_more(row: Mapping[str, Any], session: str) -> str:
-    """A grant for the limit that refused the session, enough for some requests; a release if no grant helps."""
+    """A grant of the exhausted limit, enough for some requests; a release if no grant helps."""
     refused = row["refused"]
     about = {"caller": row["caller"], "session": session}
     if refused["limit"] in _GRANTS:

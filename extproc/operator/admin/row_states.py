@@ -24,7 +24,7 @@ _FIRST = (KILL, BLOCK, ALLOW)
 
 
 def write_now(row: Mapping[str, Any], now: float) -> str:
-    """The active order and its remaining time, else the newest action, or what a shadow policy would do.
+    """The active order with its remaining time, else the newest action, or a shadow policy's.
 
     `now` is in seconds since 1970. Other orders, such as grants, are shown until the next request.
     """
@@ -45,7 +45,7 @@ def write_now(row: Mapping[str, Any], now: float) -> str:
 
 
 def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | None) -> list[str]:
-    """What costs money now besides loops: failing tools, agent explosions and, from `/budgets`, exhausted budgets."""
+    """What costs money besides loops: failing tools, agent explosions and exhausted budgets."""
     counted = (
         (failing, "failing tool", "failing tools"),
         (explosions, "explosion of agents", "explosions of agents"),
@@ -56,7 +56,7 @@ def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | Non
 
 
 def is_healthy(row: Mapping[str, Any]) -> bool:
-    """Whether a row of `/budgets` needs no attention: it has refused nothing and is not nearly used up."""
+    """Whether a row of `/budgets` needs no attention: nothing refused, and not nearly used up."""
     return not (row["open"] or row["refused"] or row["used_percent"] >= _NEARLY_USED)
 
 

@@ -26,7 +26,7 @@ from extproc.sessions.limits import MAX_STEPS, PER_TOOL
 from extproc.store.rules.tree import AGENT_LIMITS
 
 _MANY_AGENTS = 32
-"""Active agents that count as an explosion without agent limits: more than orchestrators start on purpose."""
+"""Without agent limits, an explosion: more active agents than orchestrators start on purpose."""
 
 _QUIET_SECONDS = 60
 """A run counts as done this long after its last response.
@@ -42,7 +42,7 @@ _WORDS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tok
 
 
 def find_running(rows: Iterable[SessionRow], now: float) -> set[tuple[str, ...]]:
-    """The names of sessions with an active session that one of their agents seems to have started."""
+    """The names of sessions whose agents seem to have started a session that is still active."""
     known = {(row.tenant, row.policy, row.mode, row.session): row for row in rows}
     running: set[tuple[str, ...]] = set()
     for row in known.values():
@@ -61,7 +61,7 @@ def find_running(rows: Iterable[SessionRow], now: float) -> set[tuple[str, ...]]
 
 
 def explain_end(row: SessionRow, now: float, *, goes_on: bool = False) -> str | None:  # noqa: PLR0911  # a reason each
-    """Why a run ended: killed, steps, refused, error, done or unknown; None while it or any of its agents is active.
+    """Why a run ended: killed, steps, refused, error, done or unknown; None while it is active.
 
     `now` is in seconds since 1970; `goes_on` is whether a session started by one of its agents is
     active.
@@ -87,7 +87,7 @@ def explain_end(row: SessionRow, now: float, *, goes_on: bool = False) -> str | 
 
 
 def is_exploding(row: SessionRow, now: float) -> bool:
-    """Whether a session starts more agents than its policy allows or, without agent limits, very many."""
+    """Whether a session starts more agents than its policy allows or, without limits, very many."""
     limited = any(limit in AGENT_LIMITS for limit, _, _ in row.limits)
     if not limited and sum(agent.is_active(now) for agent in row.agents) >= _MANY_AGENTS:
         return True
@@ -134,7 +134,7 @@ def describe_steps(row: SessionRow) -> dict[str, Any]:
 
 
 def order_timeline(row: SessionRow) -> list[dict[str, Any]]:
-    """The newest calls, refusals and grants of a run in one list, in order; only calls have a `status`."""
+    """The newest calls, refusals and grants of a run, oldest first; only calls have a `status`."""
     calls = zip([call.at for call in row.calls], _describe_calls(row), strict=True)
     events = zip([event.at for event in row.events], map(_describe_event, row.events), strict=True)
     return [each for _, each in sorted([*calls, *events], key=itemgetter(0))]

@@ -50,7 +50,7 @@ class AdminServer:
         self._thread: threading.Thread | None = None
 
     def start(self, address: Address, socket_path: str = "") -> str:
-        """Listen on TCP and, if a path is given, on a Unix socket for this user only; returns the bound TCP address.
+        """Listen on TCP and, for this user only, on a Unix socket; returns the bound TCP address.
 
         Raises UsageError if `address` is not a TCP address, and LoopguardError if listening fails.
         """

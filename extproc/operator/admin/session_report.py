@@ -1,4 +1,4 @@
-"""`/sessions` and `/sessions/<id>`: the usage and history of sessions, as JSON, and of one session as HTML.
+"""`/sessions` and `/sessions/<id>`: the usage and history of sessions, as JSON or HTML.
 
 Counts are named as in the session reports of in-process SDKs.
 """

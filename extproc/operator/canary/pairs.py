@@ -1,4 +1,4 @@
-"""Compares, for each request, the action of an enforcing policy (live) with that of its shadow policy (the candidate).
+"""Compares the actions of an enforcing policy (live) with those of its shadow (the candidate).
 
 Only the event loop writes the counts. Other threads may see a request in one count and not yet in
 another. Memory is bounded: pairs by `pairings.MAX_PAIRINGS`, callers by sketches, disagreements by
@@ -128,10 +128,10 @@ class Pair:
         return max(0, self.live_counted - self.compared_with_live)
 
     def compare(self, live: Outcome | None, candidate: Outcome, *, refused: bool) -> str:
-        """Count one request; returns the disagreement (`extra`, `missed`, `only_live` or `only_candidate`), empty for none.
+        """Count one request; returns the disagreement, or the empty string.
 
-        `live` is None if that policy did not count the request; `refused` is whether any policy
-        refused it.
+        It is `extra`, `missed`, `only_live` or `only_candidate`. `live` is None if that policy did
+        not count the request; `refused` is whether any policy refused it.
         """
         self.tenants.add(candidate.tenant)
         live_acts = False
@@ -294,7 +294,7 @@ def _keep_disagreement(pair: Pair, about: str, exchange: Exchange, outcome: Outc
 
 
 def _hash_names(tenant: str, name: str) -> str:
-    """The hash of a tenant's session or conversation, because other tenants may use the same name."""
+    """The hash of a tenant's name of a session or conversation; other tenants may use it, too."""
     return blake2b(
         f"{tenant}\n{name}".encode("utf-8", "surrogatepass"), digest_size=_DIGEST
     ).hexdigest()

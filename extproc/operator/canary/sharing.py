@@ -1,4 +1,4 @@
-"""Shares canary counts between replicas: each publishes its own on a board in the store, and reports merge all."""
+"""Shares canary counts: each replica publishes its own in the store, and reports merge all."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations

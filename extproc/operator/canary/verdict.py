@@ -24,7 +24,7 @@ _parse_share = parse_number(lambda share: 0 <= share < 1, "a number from 0 to be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The conditions for a safe candidate; each attribute is a flag of `loopguard canary status`."""
+    """The conditions for a safe candidate, each a flag of `loopguard canary status`."""
 
     min_requests: int = option(
         "1000", _parse_count, "requests that pass today to compare before a verdict", "N"
@@ -53,11 +53,10 @@ class Bounds(NamedTuple):
 def find_bounds(part: int, whole: int, confidence: float = 0.95) -> Bounds:
     """The share of a part, with its Wilson score interval.
 
-    With p the share, n the whole and z the normal quantile of the confidence: (p + z^2/2n +- z
-        sqrt(p(1-p)/n + z^2/4n^2)) /
-    (1 + z^2/n). Unlike the normal approximation p +- z sqrt(p(1-p)/n), it is useful for p = 0 as
-    well. (E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA
-    22, 1927.)
+    With p the share, n the whole and z the normal quantile of the confidence:
+    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Unlike the normal approximation
+    p +- z sqrt(p(1-p)/n), it is useful for p = 0 as well. (E. B. Wilson, Probable inference, the
+    law of succession, and statistical inference, JASA 22, 1927.)
     """
     if not whole:
         return Bounds(None, 0.0, 1.0)
@@ -105,7 +104,7 @@ class CanaryVerdict(NamedTuple):
 
 
 def judge(evidence: Evidence, rules: Rules) -> CanaryVerdict:
-    """Judge a candidate: too strict if it certainly breaks a rule, safe if it certainly keeps all of them."""
+    """Too strict if the candidate certainly breaks a rule, safe if it certainly keeps all rules."""
     word, reasons = _decide(evidence, rules)
     return CanaryVerdict(word, f"{evidence.write()}: {word.replace('_', ' ')}", reasons)
 
@@ -130,7 +129,7 @@ def _judge_share(evidence: Evidence, rules: Rules) -> tuple[str, str]:
     """The verdict by the share of passed requests that the candidate would refuse.
 
     A minimum number is required because the requests of a loop are not independent: one stuck agent
-        proves little.
+    proves little.
     """
     went_on, limit = evidence.went_on, rules.max_new_refusals
     allowed = f"of the requests that pass today; the limit is {limit:.3%}"

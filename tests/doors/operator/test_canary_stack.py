@@ -1,4 +1,4 @@
-"""Canaries end to end: traffic through the real Envoy, replicas on one Valkey, and the command that says what came of it."""
+"""Canaries end to end: the real Envoy, replicas on one Valkey, and `loopguard canary status`."""
 
 from __future__ import annotations
 

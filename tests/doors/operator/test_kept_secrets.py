@@ -1,4 +1,4 @@
-"""Clients' secrets, sent through the real Envoy with everything on, are found in no output and nowhere in the store."""
+"""Secrets that clients send through the real Envoy are in no output and not in the store."""
 
 from __future__ import annotations
 

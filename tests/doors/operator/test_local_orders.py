@@ -1,4 +1,4 @@
-"""Orders on the machine of a server without a token file: it shares a token with the commands of its own user."""
+"""Orders for a server without a token file, which shares a token with its user's commands."""
 
 from __future__ import annotations
 

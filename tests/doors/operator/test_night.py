@@ -1,4 +1,4 @@
-"""Three in the morning, on the real Envoy with two replicas and a real Valkey: who loops, free them, stop them."""
+"""Find, free and stop looping callers: the real Envoy, two replicas and a real Valkey."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
 
 @dataclass
 class Night:
-    """Envoy, two replicas, Valkey and a webhook; how the replicas are started, and how the first one's admin port is asked."""
+    """Envoy, two replicas, Valkey and a webhook; `asked` are flags for the first replica."""
 
     made: Stack
     valkey: Server
@@ -63,7 +63,7 @@ class Night:
         ]
 
     def order(self, *arguments: str) -> str:
-        """Give an order by the command, and wait until it applies on every replica; returns its name."""
+        """Give an order by the command, and wait until every replica has it; returns its name."""
         known = self.read_orders()
         assert main([*arguments, *self.asked]) == 0
         eventually(
@@ -304,7 +304,7 @@ def find_event(file: Path, kind: str) -> dict[str, Any]:
 def test_agents_wait_while_their_tool_is_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the fifth session on they go on with a note; page, `/loops`, `top` and events have one incident, and no content."""
+    """From the fifth session on, all get a note; reports have one incident and no content."""
     steer: dict[str, Any] = {
         "similarity": "turns",
         "action": "steer",

@@ -1,4 +1,4 @@
-"""A night shift, on the real Envoy with two replicas and a real Valkey: all that a person sees is `loopguard top`.
+"""An operator with nothing but `loopguard top`: the real Envoy, two replicas, a real Valkey.
 
 Three agents loop, a client polls honestly, a tool is down, and others work. Each has to be found,
 understood, and stopped or freed with the commands that the screen shows, as they are, and nothing
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deep  # a person's shell starts a command a dozen times
 
 
 class Row(NamedTuple):
-    """What `top` shows of one thing: its text, and commands to copy, by their first word such as `block`."""
+    """A row of `top`: its text, and commands to copy, by their first word such as `block`."""
 
     text: str
     commands: dict[str, str]
@@ -77,7 +77,7 @@ class Shift(Scene):
         return rows
 
     def look_for(self, *words: str, verb: str = "") -> list[Row]:
-        """The rows, if each word is in one with a command of that verb; replicas need a moment to tell each other."""
+        """The rows, once each word is in one with a command of that verb."""
         rows = self.look()
         shown = [row for row in rows if not verb or verb in row.commands]
         return rows if all(any(word in row.text for row in shown) for word in words) else []

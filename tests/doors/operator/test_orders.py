@@ -1,4 +1,4 @@
-"""Orders over the admin port and its socket, from the commands and from unauthorized clients, on running servers."""
+"""Orders over the admin port and its socket, by commands and by unauthorized clients."""
 
 from __future__ import annotations
 

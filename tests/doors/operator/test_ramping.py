@@ -1,4 +1,4 @@
-"""A policy that acts on a share of its callers, on live traffic: which callers are in, and how the share grows."""
+"""A policy that acts on a share of its callers: which callers, and how the share grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopguard check-envoy` finds every harmful setting at its place, and its probe interprets responses."""
+"""`loopguard check-envoy` finds every harmful setting; its probe interprets responses."""
 
 from __future__ import annotations
 

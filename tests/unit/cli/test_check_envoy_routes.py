@@ -135,7 +135,7 @@ def own_host(document: Json) -> None:
 
 
 def weigh(*settings: Json) -> Edit:
-    """Split the guarded route between clusters with these settings for Loopguard's filter; None for none."""
+    """Split the guarded route between clusters with these settings for Loopguard's filter."""
 
     def edit(document: Json) -> None:
         route = find(document, f"{ROUTES}/0/route")

@@ -121,7 +121,7 @@ def test_validate_notes_the_meaning_of_defaults(
 def explain(
     capsys: pytest.CaptureFixture[str], folder: Path, document: object, *flags: str
 ) -> list[dict[str, str]]:
-    """The rows of each block that explain prints; a line without a name belongs to the row above."""
+    """The rows of each block; a line without a name continues the row above."""
     run = Run(capsys, "explain", "--policy", written(folder / "explained.json", document), *flags)
     assert run.code == 0, run.err
     blocks = []
@@ -266,7 +266,7 @@ def anywhere(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # any field of a p
 
 
 def called(times: int) -> str:
-    """A conversation in which a tool was called this many times, with the same argument and result."""
+    """A conversation in which a tool was called this many times alike."""
     call = {"id": "c", "function": {"name": "read_file", "arguments": '{"b": 1.0, "a": "X"}'}}
     turn = [
         {"role": "assistant", "tool_calls": [call]},

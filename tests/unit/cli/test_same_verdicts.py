@@ -1,8 +1,7 @@
-"""Service, `explain`, `scan` and `replay` agree on a body: it loops, it does not, or why that is unknown.
+"""Service, `explain`, `scan` and `replay` give equal verdicts on a body.
 
 The policy is the detector `turns` of the preset, as in `scan`, without a session: a file of
-    requests does not show what a
-server remembers.
+requests does not show what a server remembers.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def spoil(body: object, word: str, *, last: bool = False) -> bytes:
 
 
 def list_cases_of(api: str) -> Mapping[str, tuple[object, str]]:
-    """Cases that each API has; how messages may be malformed is the same for all, so one API has all such cases."""
+    """Cases that each API has; malformed messages are the same for all, so one API has these."""
     write, key = SHAPES[api], KEYS.get(api, "messages")
     looping = write(loop())
     words: dict[str, object] = {"null": None, "[]": [], "[[]]": [[]]}

@@ -1,4 +1,4 @@
-"""Text from others never controls the terminal, replies of admin servers are bounded, and LOOPGUARD_ADMIN is checked."""
+"""Commands do not trust servers or files: control characters, long replies, bad addresses."""
 
 from __future__ import annotations
 
@@ -181,7 +181,8 @@ def test_server_cannot_control_the_terminal(
 
 ROUTE = {"name": EVIL, "match": {"prefix": "/"}, "route": {"cluster": EVIL}}
 MANAGER = {
-    "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+    "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3."
+    "HttpConnectionManager",
     "stat_prefix": EVIL,
     "route_config": {"virtual_hosts": [{"name": EVIL, "domains": ["*"], "routes": [ROUTE]}]},
     "http_filters": [{"name": EVIL}],

@@ -49,10 +49,11 @@ from tests.support.harness import PATIENCE, Loopguard, eventually, write_policie
 from tests.support.promql import list_labels
 
 NAMES = """
-requests_total{policy,mode,action} loops_detected_total{policy,mode,action} unmatched_total uncounted_total{policy,reason}
-decision_seconds throttled_in_flight streams_in_flight overload_total store_errors_total{kind} store_seconds store_batch_size
-store_entries store_evictions_total policy_reloads_total{result} policy_info{bundle_version,sha256,file}
-policy_file_refused{file} fail_open_total{reason}
+requests_total{policy,mode,action} loops_detected_total{policy,mode,action} unmatched_total
+uncounted_total{policy,reason} decision_seconds throttled_in_flight streams_in_flight overload_total
+store_errors_total{kind} store_seconds store_batch_size store_entries store_evictions_total
+policy_reloads_total{result} policy_info{bundle_version,sha256,file} policy_file_refused{file}
+fail_open_total{reason}
 unenforced{policy,part}
 """
 
@@ -137,7 +138,7 @@ HOSTS = {
 
 @pytest.mark.parametrize(("host", "near"), HOSTS.items())
 def test_local_client_is_recognised_by_address_and_host_header(host: str, near: bool) -> None:
-    """A browser here that was sent by a page from elsewhere says so in `Host`; a loopback address needs no port in there."""
+    """A browser on this machine sends the name of a remote page in `Host`."""
     request: dict[str, Any] = {"type": "http", "headers": [(b"host", host.encode())]}
 
     assert is_near(Request({**request, "client": ("127.0.0.1", 1)})) is near

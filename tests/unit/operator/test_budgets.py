@@ -1,4 +1,4 @@
-"""Budgets for operators: the table behind `/budgets`, its events, and grants that add to a budget once."""
+"""Budgets for operators: the table behind `/budgets`, its events, and one-time grants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page and `loopguard top` agree: on what burns money (loops, tools, agents, budgets), and on what is done about a row."""
+"""The page and `loopguard top` agree on what costs money, and on what is done about a row."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_page_and_top_show_the_same_state(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Orders come first, but a grant or a release only until the next request; what was last done is in brackets."""
+    """Orders come first, but a grant or a release only until the next request."""
     clock, made = Ahead(monkeypatch), Operated(*policies)
     clock.seconds = -ago
     loop(made)

@@ -1,4 +1,4 @@
-"""What a shadow policy would do in place of the enforcing one: compared request by request, merged, and judged."""
+"""Canaries: a shadow policy is compared request by request, merged between replicas, and judged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ KEPT = 64
 
 
 def shadow(name: str = "strict", **more: object) -> dict[str, Any]:
-    """A shadow policy for the same requests, which refuses the second of them unless `more` says otherwise."""
+    """A shadow policy for the same requests, which by default refuses the second of them."""
     return policy(name, ANY, mode="shadow", **{"threshold_identical_requests": 2, **USER, **more})
 
 
@@ -190,7 +190,6 @@ def test_invalid_canary_of_is_an_error(case: str) -> None:
 
 
 def test_pairs_are_found_across_files() -> None:
-    """In all files; of a policy that came with a route nothing is said, as it is not known what is loaded beside it."""
     candidate = json.dumps(shadow(canary_of="live")).encode()
 
     assert len(parse({"a.json": candidate, "b.json": json.dumps(LIVE).encode()}, NOW).sources) == 2
@@ -426,7 +425,6 @@ def _hashes(start: int, count: int) -> list[str]:
 
 @pytest.mark.parametrize("count", [0, 1, 100, SIZE - 1, 1_000, 20_000])
 def test_sketch_is_exact_up_to_its_size(count: int) -> None:
-    """Up to its size it is a set; beyond, it does not grow, and is off by a few standard errors at most."""
     sketch = Sketch([*_hashes(0, count), *_hashes(0, count)])
 
     assert (sketch.exact, len(sketch.list_kept())) == (count < SIZE, min(count, SIZE))
@@ -471,7 +469,7 @@ DOCUMENTS: dict[bytes, dict[str, int] | None] = {
     **dict.fromkeys([b"", b"x", b"[]", b"{}", b'{"live": 1}', b"\xff", b"null"]),
     b'{"later": 1, "counts": {"neither": 7, "later": 1}, "sketches": {}}': {"neither": 7},
 }
-"""What may be on the board, without what every state has, and what it says that was counted; None for what is no state."""
+"""States on the board, without the fields that all have, and the counts read; None if invalid."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -1,4 +1,4 @@
-"""One row for each caller and conversation: no request is counted twice, whatever sees it, and whichever replica."""
+"""One row per caller and conversation: no detector or replica counts a request twice."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ def test_refused_session_gets_a_grant_or_a_release(
 
 
 def _shape(command: str) -> str:
-    """The words of a command that are the same for each caller; fails if the command line does not take it."""
+    """The words of a command that are the same for each caller; fails if `loopguard` refuses it."""
     program, *arguments = shlex.split(command)
     assert program == "loopguard"
     make_parser(arguments).parse_args(arguments)
@@ -482,7 +482,7 @@ def test_order_index_finds_what_a_full_search_finds(
 
 
 def fail(service: Service, users: str, tasks: str, times: int = 5) -> list[bool]:
-    """A session of each user about each task, whose tool fails; whether its request is forwarded."""
+    """A session of each user about each task, whose tool fails; which requests are forwarded."""
     content = [
         (user, write_agent(times, task, error="error: the database is down"))
         for task in tasks

@@ -1,4 +1,4 @@
-"""How much is guarded: what is recent, what bounds the numbers, and how those of several replicas add up."""
+"""Coverage: what is recent, what bounds the numbers, and how replicas' numbers add up."""
 
 from __future__ import annotations
 

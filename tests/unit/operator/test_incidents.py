@@ -79,7 +79,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 @pytest.mark.parametrize(("times", "early"), [(3, "steer"), (5, "reject")])
 def test_fifth_failing_session_begins_an_incident(fleet: Fleet, times: int, early: str) -> None:
-    """Whatever it asks the tool for, and whether its loop would be refused; no note says that refusals follow."""
+    """No note of an incident announces a refusal."""
     assert fleet.fail("ab", "123", times) == [early] * 4 + ["steer"] * 2
     note = json.dumps(steered(decoded(fleet.send("c", "9", times))))
     assert "Tool failing: " in note

@@ -1,4 +1,4 @@
-"""The token that a server shares with the commands of its user, and how a page's commands reach a server."""
+"""The token that a server shares with its user's commands, and how a page's commands reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of loops: what it knows, what bounds it, how replicas tell it each other, and what people are shown of it."""
+"""The table of loops: its rows, its bounds, how replicas merge it, and what operators see."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ from extproc.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main())
 """
-"""The command as a terminal starts it, also where these tests run in the background of a shell, which has Ctrl-C ignored."""
+"""The command with Ctrl-C as in a terminal; tests in a shell's background inherit it ignored."""
 
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 """What a terminal is told to show another screen, and its own again (xterm's control sequences)."""

@@ -1,4 +1,4 @@
-"""A caller has one name under every policy, which orders, pages and commands use; aliases and labels stand beside it."""
+"""A caller has one name under every policy, with aliases and labels beside it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization"]}
 
 
 def budget(name: str, limit_keys: list[Any], by: str = "header:x-user-id") -> dict[str, Any]:
-    """A policy with a budget of two requests, whose rule tells callers apart by other keys than the policy."""
+    """A policy with a budget of two requests, whose rule has other keys than the policy."""
     algorithm = {
         "algorithm": "token_bucket",
         "algorithm_config": {"tokens_per_second": 0.001, "burst": 2},

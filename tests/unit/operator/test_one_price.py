@@ -1,4 +1,4 @@
-"""What requests have cost is one figure in loops, sessions and budgets: real where the access log has it, else an estimate."""
+"""Loops, sessions and budgets show one cost: from the access log, else an estimate."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def loop(
 
 
 def read_costs(made: Operated, replica: int = 0) -> list[tuple[float, float]]:
-    """The cost of all requests and its estimated part: in loops, sessions and budgets, as far as the policy has these."""
+    """The cost of all requests and its estimated part, in loops, sessions and budgets."""
     (row,) = made.ask("/loops", replica)["conversations"]
     assert (row["requests"], row["requests_sent_on"]) == (REQUESTS, REQUESTS)
     runs, budgets = (

@@ -1,4 +1,4 @@
-"""What operators order about callers: what becomes of requests, and how orders are given, kept and told."""
+"""Orders about callers: their effect on requests, and how they are given, stored and shown."""
 
 from __future__ import annotations
 

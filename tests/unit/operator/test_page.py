@@ -405,7 +405,7 @@ def test_every_control_works_with_the_keyboard(browser: Browser) -> None:
 @pytest.mark.deep
 @BROWSER
 def test_command_is_copied_or_selected_without_clipboard_api(browser: Browser) -> None:
-    """Browsers have it only on https and localhost; where nothing can be copied, the command is selected."""
+    """Browsers have it only on https and localhost."""
     with serving(make_night()) as url:
         browser.open(url)
         browser.run(

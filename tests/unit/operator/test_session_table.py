@@ -1,4 +1,4 @@
-"""The table of sessions: what it knows of a run, what bounds it, how replicas tell it each other, and what people are shown."""
+"""The table of sessions: its rows, its bounds, how replicas merge it, and what operators see."""
 
 from __future__ import annotations
 
@@ -485,7 +485,7 @@ def test_grant_is_shown_before_the_sessions_next_request(
 
 
 def make_run() -> tuple[SessionTable, SessionTable]:
-    """Two replicas that took turns with a session of three steps, which was refused twice and got a grant."""
+    """Two replicas that took turns with a session of three steps, two refusals and a grant."""
     here, there = SessionTable(), SessionTable()
     grant = ActiveOverride(
         "g1",

@@ -23,7 +23,7 @@ class Seen:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
 def test_longest_unused_row_makes_room(uses: list[tuple[str, int]]) -> None:
-    """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
+    """The oldest row of its own tenant if that has more than its share, else of all."""
     table: Table[Seen, None] = Table(MOST, SHARE)
     order: list[tuple[str, ...]] = []  # the quietest first
     for tenant, number in uses:

@@ -1,7 +1,7 @@
 """Ways for a request to bypass Loopguard, or to reach it in a form that no policy matches.
 
 Anything unknown, such as an expression that only RE2 understands, is reported as a note: it never
-    counts as safe.
+counts as safe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PROGRAMS = (
 
 
 def check_other_routes(guard: Guard) -> Iterator[Finding]:
-    """Without policies, the paths of guarded routes must be guarded: no other route may take them."""
+    """Without policies, no other route may take the paths of guarded routes."""
     if guard.needs.known:
         return  # the selectors show what must be guarded
     others: dict[str, list[Route]] = {}
@@ -83,7 +83,7 @@ def _report_other_route(route: Route, aim: Route, *, certain: bool) -> Finding:
 
 
 def check_spellings(guard: Guard) -> Iterator[Finding]:
-    """Policies are case-sensitive; a route that ignores the case sends requests that match no policy."""
+    """Policies are case-sensitive: a route that ignores the case may match no policy."""
     selectors = [selector for _, selector in guard.needs.selectors]
     for route in guard.guarded:
         spellings = route.route.pattern.list_spellings()

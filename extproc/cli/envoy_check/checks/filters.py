@@ -251,7 +251,7 @@ def check_attributes(guard: Guard) -> Iterator[Finding]:
 
 
 def check_claims(guard: Guard) -> Iterator[Finding]:
-    """`jwt:` keys need claims that jwt_authn has verified before Loopguard and that are forwarded to it."""
+    """`jwt:` keys need claims that jwt_authn has verified before and forwards to Loopguard."""
     filters = list(guard.manager.filters)
     verifiers = [item for item in filters if item.is_a("jwt_authn.v3.JwtAuthentication")]
     if not guard.needs.reads("jwt:"):

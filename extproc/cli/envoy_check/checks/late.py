@@ -38,7 +38,7 @@ def check_order(guard: Guard) -> Iterator[Finding]:
 
 
 def check_late_routes(guard: Guard) -> Iterator[Finding]:
-    """A filter that may change the route must come before Loopguard's, which must be on everywhere."""
+    """A filter that may change the route must precede Loopguard's, which must be on everywhere."""
     filters = list(guard.manager.filters)
     routes = guard.manager.routes
     guarded = {route.route.place.pointer for route in guard.guarded}

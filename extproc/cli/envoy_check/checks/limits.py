@@ -110,7 +110,7 @@ def check_http2_window(guard: Guard) -> Iterator[Finding]:
 
 
 def check_told_limit(guard: Guard) -> Iterator[Finding]:
-    """With the buffer limit, Loopguard can tell a body cut off there from one that ends in trailers."""
+    """With the buffer limit, Loopguard can tell a cut body from one that ends in trailers."""
     partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     if not partial or guard.observes:
         return

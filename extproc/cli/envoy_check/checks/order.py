@@ -1,4 +1,4 @@
-"""Checks other filters, which may refuse or change requests that Loopguard has counted, and mirrored requests.
+"""Checks mirrored requests, and filters that may refuse or change counted requests.
 
 A filter that refuses requests belongs before Loopguard, which otherwise counts requests that never
 reach an upstream, and under identities that were not verified.

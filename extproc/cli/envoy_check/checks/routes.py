@@ -71,7 +71,7 @@ def _tells_clients(route: GuardedRoute) -> bool:
 
 
 def check_upgrades(guard: Guard) -> Iterator[Finding]:
-    """Upgrades can have their own filters; without Loopguard, WebSockets for model calls are not refused."""
+    """Upgrades can have their own filters, without Loopguard, which refuses WebSockets."""
     for item in guard.manager.place.get("upgrade_configs").items():
         filters = item.get("filters")
         names = [
@@ -102,7 +102,7 @@ def check_retries(guard: Guard) -> Iterator[Finding]:
 
 
 def check_kept_bodies(guard: Guard) -> Iterator[Finding]:
-    """A partly buffered body that is kept for retries may reach the upstream with a part repeated."""
+    """A partly buffered body may reach the upstream with a part repeated if it is retried."""
     for route in guard.guarded:
         keeping = _find_retries(route) is not None or find_mirrors(route.route)
         if route.body_mode != "BUFFERED_PARTIAL" or not keeping:

@@ -1,4 +1,4 @@
-"""Chats and spans in unknown formats are reported as not understood, never as conversations without a loop."""
+"""Chats and spans in unknown formats are reported, never taken for free of loops."""
 
 from __future__ import annotations
 
