@@ -1,6 +1,4 @@
-"""The package's two bounded caches.
-
-`Memo` for answers that can be computed again, `LRU` for values that cannot.
+"""Two bounded caches: `Memo` for answers that can be computed again, `LRU` for other values.
 
 A pure function of small arguments needs neither; use `functools.lru_cache`.
 """
@@ -119,12 +117,12 @@ class LRU(Generic[Key, Value]):
         return None if entry is None else entry.value
 
     def put(self, key: Key, value: Value) -> Key | None:
-        """Keep a value as the most recently used; returns the key whose value was dropped to make room, or None."""
+        """Keep a value as the most recently used; returns the key dropped to make room, or None."""
         self.uses += 1
         return self._add(key, _LRUEntry(value, self.uses))
 
     def share(self, key: Key, source: LRU[Key, Value]) -> Key | None:
-        """Share a value of `source`, so that using it there counts as using it here; returns what `put` does."""
+        """Share a value of `source`: using it there counts as using it here; returns as `put`."""
         return self._add(key, source._entries[key])
 
     def _add(self, key: Key, entry: _LRUEntry[Value]) -> Key | None:

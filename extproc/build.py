@@ -9,7 +9,7 @@ BUILD: Final = "pure Python" if bounded.__file__.endswith(".py") else "compiled"
 
 
 def describe_build(build: str = BUILD) -> str:
-    """The build; for plain sources also the gain from compiling them (figures: docs/performance.md)."""
+    """The build; for plain sources also the gain from compiling them (see docs/performance.md)."""
     return (
         build
         if build == "compiled"

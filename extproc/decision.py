@@ -81,12 +81,13 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),
 }
-"""Why a request is not counted, where a client can cause it: status and text for policies that refuse such requests."""
+"""Reasons not to count a request that a client can cause: status and text of the refusal."""
 
 
 STRONG: Final = "strong"
 WEAK: Final = "weak"
-"""Strength of the evidence: stuck agents repeat errors and long results; legitimate work repeats short results and talk."""
+"""Strength of the evidence: stuck agents repeat errors and long results; legitimate work repeats
+short results and talk."""
 
 
 class ToolFailure(NamedTuple):
@@ -213,7 +214,7 @@ class Subject(Protocol):
         ...
 
     def frame(self, message: str, accept: str) -> Framed | None:
-        """The refusal in the format of the request's own protocol; None for the default format of its API.
+        """The refusal in the protocol of the request; None for the default format of its API.
 
         Args:
             message: from `write_message`.
@@ -227,7 +228,7 @@ COMPLETION: Final = "completion"
 
 
 class RefusalForm(NamedTuple):
-    """How a detector refuses: its HTTP status (None if it depends on the client), or with an answer of the API's model."""
+    """How a detector refuses: its status (None: depends on the client), or as the API's model."""
 
     status: int | None
     completes: bool = False
@@ -392,7 +393,7 @@ class Decision:
 
 
 def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
-    """Decide from the outcomes of enforcing policies (`trace`) and of shadow policies (`watching`), both in bundle order."""
+    """Decide from the outcomes of enforcing (`trace`) and shadow policies, both in bundle order."""
     loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
     lead, steer, warning = None, None, False
     if loops:

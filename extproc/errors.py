@@ -59,7 +59,7 @@ class BadOrderError(LoopguardError):
 
 
 class StoreError(LoopguardError):
-    """The store could not count; `kind` is a short fixed word for metrics, such as `timeout` or `connection`."""
+    """The store could not count; `kind` is a short fixed word for metrics, such as `timeout`."""
 
     def __init__(self, message: str, *, kind: str) -> None:
         self.kind = kind
@@ -67,7 +67,7 @@ class StoreError(LoopguardError):
 
 
 class PartlyAwayError(StoreError):
-    """Some servers of the store have counted and others could not; `answers` has None for each of the latter."""
+    """Some shards have counted and others could not; `answers` has None for each of the latter."""
 
     def __init__(self, message: str, *, kind: str, answers: list[Any]) -> None:
         self.answers = answers

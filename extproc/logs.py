@@ -23,7 +23,7 @@ class RateLimit:
         self._suppressed = 0
 
     def admit(self, now: float) -> int | None:
-        """None to drop the event, else the number of events dropped before it; `now` is monotonic, in seconds."""
+        """None to drop the event, else the number dropped before it; `now` is monotonic."""
         second = int(now)
         if second != self._second:
             self._second, self._passed = second, 0
@@ -44,7 +44,7 @@ class Reminder:
         self._events = 0
 
     def count(self, now: float) -> int:
-        """Count an event; returns 0 to drop it, else the number of events since the last one let through."""
+        """Count an event; returns 0 to drop it, else the number since the last one let through."""
         self._events += 1
         if now < self._next:
             return 0
@@ -54,7 +54,7 @@ class Reminder:
 
 
 def make_extra(**values: object) -> dict[str, Any]:
-    """The argument for logging's `extra=`: fields to print after the message, or as members of the JSON line."""
+    """Logging's `extra=`: fields to print after the message, or as members of the JSON line."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
@@ -121,7 +121,7 @@ def write_json(value: object, indent: int | None = None) -> str:
 
 
 def _quote(value: object) -> str:
-    """A plain word as it is; any other value as JSON, because it could be misread or break the line."""
+    """A plain word as it is; any other value as JSON, as it could be misread or break the line."""
     plain = (
         isinstance(value, str)
         and value

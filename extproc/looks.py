@@ -1,4 +1,4 @@
-"""A fast test whether a text contains any of many patterns, to run before `re` searches for each of them."""
+"""A fast test whether a text contains any of many patterns, before `re` searches for each."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 SHARES: Final = {"counts": 0.5, "messages": 0.25, "tables": 0.25}
-"""Shares of that half: counts of the memory store, or of this process while a shared store is down; cached messages of active
-conversations; and the tables of the admin port, with the reports of other replicas."""
+"""Shares of that half: counts of the memory store, or of this process while a shared store is
+down; cached messages of active conversations; tables of the admin port, with other replicas'."""
 
 MOST_MESSAGES: Final = 64 * 2**20
 """Maximum bytes for cached messages; more memory does not improve the hit rate."""
@@ -72,7 +72,7 @@ def read_memory() -> Memory:
 
 
 def find_memory(cgroups: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> Memory:
-    """Find the lowest limit: of the machine, the process (`ulimit -d`, `ulimit -v`), its cgroup or a cgroup above it."""
+    """Find the lowest limit: of the machine, the process (`ulimit -d`, `-v`), and its cgroups."""
     machine = Memory(
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "the machine's memory"
     )

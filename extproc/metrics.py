@@ -249,7 +249,7 @@ class Metrics:
         self._create_series()
 
     def _create_series(self) -> None:
-        """Create series for alerts at startup, because `increase` misses the event that creates a series."""
+        """Create series for alerts at startup: `increase` misses the event that creates one."""
         for reason in ("internal_error", "store_error", "shadow_error", "sent_on"):
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
@@ -270,7 +270,7 @@ class Metrics:
         read: Callable[[], Iterable[Counts]],
         kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
     ) -> None:
-        """Export numbers that are counted elsewhere: each scrape calls `read` for (label values, number) pairs."""
+        """Export numbers counted elsewhere: scrapes `read` pairs of (label values, number)."""
 
         def show() -> Metric:
             shown = kind(f"{_PREFIX}_{name}", text, labels=labels)

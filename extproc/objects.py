@@ -41,7 +41,7 @@ def make_error(message: str, why: str = "") -> PydanticCustomError:
 
 
 def copy_text(text: str) -> str:
-    """Copy a text out of a document, because the original would keep the document's memory allocated."""
+    """Copy a text out of a document, so that the document can be freed."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
@@ -94,7 +94,7 @@ Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJs
 
 
 NO_ITEMS: Any = Field(default_factory=list, json_schema_extra={"default": []})
-"""Default for an empty list; a literal would be copied for each object, which takes 5 % of the time of a load."""
+"""Default for an empty list; copying a literal for each object takes 5 % of a load's time."""
 
 
 class JsonObject(BaseModel):

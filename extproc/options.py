@@ -127,7 +127,7 @@ def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 def require_together(
     chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()
 ) -> None:
-    """Raise UsageError if only some of the `needed` options are given, or a `wanting` one without all of them."""
+    """Raise UsageError if `needed` options are given in part, or a `wanting` one without them."""
     missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(chosen, name)]
     given = [f"--{name.replace('_', '-')}" for name in (*needed, *wanting) if getattr(chosen, name)]
     if missing and given:
@@ -170,7 +170,7 @@ def read_options(
     environ: Mapping[str, str] | None = None,
     prefix: str = "",
 ) -> Options:
-    """Read options from parsed flags, else the environment, else defaults; raises UsageError with a valid form."""
+    """Read options from flags, the environment or defaults; UsageError shows a valid form."""
     values: dict[str, Any] = {}
     for item in fields(declared):
         variable = prefix + item.name.upper()

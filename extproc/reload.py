@@ -52,7 +52,7 @@ _SETTLE_MS = 100
 
 _TICK_MS = 500
 _RECHECK_TICKS = 10
-"""Ticks between comparisons without an event: some file systems send none, and policies expire by the clock.
+"""Ticks between comparisons without an event: some file systems send none, and policies expire.
 
 The first comparison finds changes made while the watch was set up.
 """
@@ -82,7 +82,7 @@ def _now() -> datetime:
 
 
 class RefusedReload(NamedTuple):
-    """Refused policy files: the time, the first errors as `loopguard validate` prints them, and the number of errors.
+    """Refused policy files: the time, the first errors as `validate` prints them, and their number.
 
     Attributes:
         sha256: hash of the refused file; empty if it could not be read.
@@ -167,7 +167,7 @@ class Reloader:
 
     @property
     def refusals(self) -> dict[str, RefusedReload]:
-        """Why content on disk is not in force, by file or unreadable path; by "" for a failed reload."""
+        """Why content on disk is not in force, by file or path; by "" for a failed reload."""
         failure = {"": self._failure} if self._failure is not None else {}
         return {**self._unreadable, **self._refused, **failure}
 
@@ -358,7 +358,7 @@ class Reloader:
         )
 
     async def _read(self) -> dict[str, Found | BundleError]:
-        """Read each path on its own, so that a file system that does not answer delays no other path."""
+        """Read each path on its own, so that a hanging file system delays no other path."""
         answers = await asyncio.gather(
             *(self._files.ask(_read, path) for path in self._paths), return_exceptions=True
         )
@@ -381,7 +381,7 @@ class Reloader:
     def _match(
         self, found: Mapping[str, Found | BundleError]
     ) -> tuple[dict[str, Found], dict[str, str]]:
-        """The files to choose from, and their hashes; files that cannot be read count as unchanged."""
+        """The files to choose from, and their hashes; unreadable files count as unchanged."""
         files: dict[str, Found] = {}
         for name, content in found.items():
             if isinstance(content, BundleError):
@@ -485,7 +485,7 @@ class Reloader:
         return found
 
     def _compile_again(self, now: datetime) -> _Loaded:
-        """Compile the same policies again, in a worker thread; those that have expired since stay in force."""
+        """Compile the same policies again, in a thread; those that have expired stay in force."""
         compiled = self._list_compiled(now)
         with _Uncollected():
             choice = choose(
@@ -502,7 +502,7 @@ class Reloader:
     async def _note_unreadable(
         self, found: Mapping[str, Found | BundleError], *, force: bool
     ) -> None:
-        """Report unreadable paths; a file that stays missing is one failure, not one per recheck."""
+        """Report unreadable paths; a file that stays missing is one failure in all."""
         before, self._unreadable = self._unreadable, {}
         for path, error in found.items():
             if isinstance(error, BundleError):
@@ -645,7 +645,7 @@ def _settle(answer: Future[T], work: Callable[[], T]) -> None:
 
 
 class _Loaded(NamedTuple):
-    """Compiled policies, and the time for which they were compiled; without an engine if nothing changes."""
+    """Compiled policies, and the time they were compiled for; no engine if nothing changes."""
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
@@ -678,7 +678,7 @@ def build(  # noqa: PLR0913  # everything that decides the result
     unreadable: Sequence[BundleError] = (),
     namespaces: Sequence[Namespace] = (),
 ) -> tuple[PolicySet, Engine]:
-    """Make an engine from policy files, for `serve` and `validate`; raises BundleErrors, starting with `unreadable`."""
+    """Make an engine from policy files; raises BundleErrors, starting with `unreadable`."""
     try:
         policies = parse(files, now, namespaces=namespaces)
         if not allow_unenforced:
@@ -802,7 +802,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _free(items: list[Any]) -> None:
-    """Free many objects in steps: freeing all at once would hold the interpreter lock and stall the event loop."""
+    """Free many objects in steps, because freeing all at once would stall the event loop."""
     while items:
         del items[-_FREED_AT_ONCE:]
 
@@ -815,14 +815,14 @@ def _dismantle(engines: list[Engine]) -> None:
 
 
 def _trim() -> None:
-    """Make the C library return free memory, because glibc keeps all memory below the highest block in use."""
+    """Make the C library return free memory: glibc keeps all below the highest block in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class _Uncollected:
-    """Exempts objects made in this context from garbage collection, which would stall the event loop while it visits them.
+    """Exempts objects made in this context from garbage collection, which stalls the event loop.
 
     Policies have no reference cycles, so they are freed without the collector. Several threads may
     be inside.

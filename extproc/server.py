@@ -62,16 +62,16 @@ from extproc.transport.tls import Certificates, open_certificates
 _LOG = logging.getLogger("loopguard")
 
 _STALLED_SECONDS = 10
-"""If the event loop has not run for this long, /healthz fails, so that a supervisor restarts the process."""
+"""If the event loop stalls for this long, /healthz fails and the process is restarted."""
 
 _YOUNG_OBJECTS = 10_000
-"""New objects between runs of the garbage collector, instead of 700: objects of requests in progress are not garbage yet."""
+"""New objects between garbage collections (default: 700): open requests are not garbage yet."""
 
 SWITCH_SECONDS = 0.0002
-"""How long a thread keeps the interpreter lock while another waits for it; Python's default is 5 ms. Threads load policies and
-make admin pages, and the event loop waits for them. On a busy machine, half of these waits take 10
-ms or more; with this value, 1.5 to 3 ms. Lower values gain nothing. The threads need no more CPU
-time.
+"""How long a thread keeps the interpreter lock while another waits for it (default: 5 ms). Threads
+load policies and make admin pages, and the event loop waits for them. On a busy machine, half of
+these waits take 10 ms or more; with this value, 1.5 to 3 ms. Lower values gain nothing. The threads
+need no more CPU time.
 """
 
 _LOOK_SECONDS = 1.0
@@ -89,7 +89,7 @@ class Transport(Protocol):
     """Serves gRPC on one address."""
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS if there are certificates; returns the address with its real port.
+        """Listen, with mutual TLS if there are certificates; returns the real address.
 
         Raises LoopguardError if that fails.
         """
@@ -256,7 +256,7 @@ class Server:
         _LOG.info("stopped")
 
     def _share_token(self, admin: str) -> str | None:
-        """Write a token for the commands of this user, if only this machine can connect; returns its file."""
+        """Write a token for this user's commands, if only local clients can connect."""
         if not self._settings.admin.is_local:
             return None
         try:
@@ -325,7 +325,7 @@ class Server:
         self.service.follow(engine)
 
     async def _watch_for_events(self) -> None:
-        """Send events: about loops and the store within a second, about operators' orders at once."""
+        """Send events: about loops and the store within a second, about orders at once."""
         if self._events is None:
             return
         emit = self._events.emit
@@ -360,7 +360,7 @@ class Server:
             health = now
 
     async def _drain(self) -> None:
-        """Fail health checks while still serving, let open streams finish, then let the rest through."""
+        """Fail health checks while still serving, let open streams finish, then end the rest."""
         self._health.set(serving=False)
         _LOG.info("draining", extra=make_extra(streams=self.service.streams))
         await _wait(self._skip_delay, self._settings.drain_delay)
@@ -439,7 +439,7 @@ class Server:
         ]
 
     def _list_unenforced(self) -> list[Unenforced]:
-        """Parts that --allow-unenforced permits to be ignored, also of policies handed over by routes."""
+        """Parts that --allow-unenforced ignores, also of policies handed over by routes."""
         return [*self._reloader.unenforced, *self.service.handed_over.list_unenforced()]
 
     def _read_coverage_state(self) -> ServerState:
@@ -518,6 +518,6 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 def freeze_objects() -> None:
-    """Exempt existing objects from garbage collection, because they are permanent, and collect less often."""
+    """Exempt existing, permanent objects from garbage collection, and collect less often."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 10, 10)

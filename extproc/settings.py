@@ -18,7 +18,7 @@ from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, par
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_", "COMPILED")
-"""Variables that Kubernetes sets for a Service named `loopguard`, and those of tests and installs."""
+"""Variables of Kubernetes for a Service named `loopguard`, and of tests and installs."""
 
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
@@ -50,7 +50,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`; port 0 is a free one. Raises ValueError."""
+    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces; 0: any) or `unix:/path`."""
     if text.startswith("unix:/"):
         return Address(text)
     found = _HOST_PORT.fullmatch(text)
@@ -96,7 +96,7 @@ def _parse_scope(text: str) -> str:
 
 
 def parse_subject_name(text: str) -> SubjectName:
-    """Parse a URI such as a SPIFFE ID, an IP address or a DNS name; raises ValueError for anything else."""
+    """Parse a URI such as a SPIFFE ID, an IP address or a DNS name; else raise ValueError."""
     if "://" in text:
         return SubjectName("URI", text)
     try:
@@ -299,5 +299,5 @@ def find_unknown(environ: Mapping[str, str]) -> list[str]:
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Read settings from parsed flags and the environment; raises UsageError with the flag or variable and a valid form."""
+    """Read settings from flags and the environment; UsageError names the flag or variable."""
     return options.read_options(Settings, flags, environ, ENV_PREFIX)

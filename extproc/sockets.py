@@ -19,7 +19,7 @@ BACKLOG: Final = 1_024
 def open_listening_socket(
     address: Address, flag: str = "--listen", *, mode: int | None = None
 ) -> socket.socket:
-    """Open a socket that listens on `address`, the value of `flag`; raises LoopguardError with the reason.
+    """Open a socket that listens on `address`, given by `flag`; raises LoopguardError.
 
     A stale Unix socket is replaced. The socket's file gets `mode`, or the umask's default.
     """

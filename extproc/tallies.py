@@ -1,4 +1,4 @@
-"""A histogram of plain numbers for the hot path, where prometheus-client's would be too slow; `metrics` exports it.
+"""A histogram of plain numbers, faster than prometheus-client's; `metrics` exports it.
 
 Only the event loop writes. The thread that answers a scrape only reads; it may see a request in one
 number but not yet in another.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class Buckets:
-    """A histogram: upper bounds, a count per bucket (the last has no bound), and the sum of all values."""
+    """Upper bounds, a count per bucket (the last has no bound), and the sum of all values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(map(float, bounds))

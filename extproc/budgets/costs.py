@@ -34,7 +34,7 @@ _NUMBER: Final = re.compile(r"[0-9.eE+-]{1,32}")
 
 
 def read_amount(text: str, default: float) -> float:
-    """Parse a positive number from a client, capped at MAX_AMOUNT; anything else gives the default."""
+    """Parse a positive number from a client, capped at MAX_AMOUNT; else return the default."""
     if not _NUMBER.fullmatch(text):
         return default
     try:
@@ -81,7 +81,7 @@ class Anchors:
         self._counts.put(session, (estimated, counted))
 
     def correct(self, session: str, estimated: int) -> int:
-        """Add the error of the session's last estimate; only a proportional part if the new prompt is shorter."""
+        """Add the error of the session's last estimate, less if the new prompt is shorter."""
         known = self._counts.get(session)
         if known is None:
             return estimated
@@ -90,7 +90,7 @@ class Anchors:
 
 
 def estimate_prompt(document: Document | None, size: int) -> int:
-    """Estimate the tokens of a prompt; `size` is the body's length in bytes, for unreadable bodies."""
+    """Estimate a prompt's tokens; `size` is the body's length in bytes, for unreadable bodies."""
     characters = size
     if document is not None:
         try:

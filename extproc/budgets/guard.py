@@ -299,7 +299,7 @@ class BudgetRule:
         return any(stage.action is Action.STEER for stage in self.stages)
 
     def list_reads(self) -> list[str]:
-        """The header or parameter with the request's cost, as a limit key; empty if there is none."""
+        """The limit key of the request's cost in a header or parameter; empty if there is none."""
         if self.hints:
             return [f"header:{_HINT}"]
         return [self.cost.limit_key] if self.cost.limit_key else []

@@ -1,4 +1,4 @@
-"""`rules`, `fallback_limit` and `circuit_breaker`: a policy's budgets, named as in Fairvisor's bundle format.
+"""A policy's budgets: the keys of `rules`, `fallback_limit` and `circuit_breaker`.
 
 A rule's `algorithm_config` has different keys for each `algorithm`; `CONFIGS` maps an algorithm to
 its model.
@@ -278,7 +278,7 @@ class CircuitBreaker(JsonObject):
 
 
 def list_configs(spec: dict[str, Any]) -> Iterator[tuple[Place, type[JsonObject], Any]]:
-    """List the `algorithm_config` of each rule of a raw spec, if it can be checked: place, model and value."""
+    """The checkable `algorithm_config` of each rule of a raw spec: place, model and value."""
     for place, rule in _list_rules(spec):
         algorithm = rule.get("algorithm")
         model = CONFIGS.get(algorithm) if isinstance(algorithm, str) else None
@@ -287,7 +287,7 @@ def list_configs(spec: dict[str, Any]) -> Iterator[tuple[Place, type[JsonObject]
 
 
 def _list_rules(spec: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
-    """List the rules of a raw spec and its fallback, with their places; anything but an object is skipped."""
+    """The rules of a raw spec and its fallback, with their places; only objects are listed."""
     rules, fallback = spec.get("rules"), spec.get(FALLBACK)
     listed: list[tuple[Place, Any]] = [
         (("rules", number), rule)

@@ -244,7 +244,7 @@ class BudgetGuard(Guard):
         return [planned.name_caller(values) for planned, values in self._chosen if not planned.body]
 
     def _list_orders(self, planned: PlannedRule, tenant: str) -> Sequence[ActiveOverride]:
-        """The orders that apply to a rule: none about other rules' callers, or about values that the rule does not read."""
+        """The orders that apply to a rule: none about other rules' callers or values it ignores."""
         values = next((values for chosen, values in self._chosen if chosen is planned), [])
         if not values:
             return self.overrides
@@ -256,7 +256,7 @@ class BudgetGuard(Guard):
         return [order for order in self.overrides if order.target.caller in own]
 
     def find_values(self, tenant: str) -> Values:
-        """The descriptors by which its rules know a caller, given its name; only those in the head."""
+        """The descriptors by which its rules know a caller, by name; only those in the head."""
         if tenant == self.tenant:
             return self.values
         return next(

@@ -176,7 +176,7 @@ class BudgetPlan:
         spec: Spec,
         descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]],
     ) -> None:
-        """`descriptors` are those of `Spec.list_budget_rules`, then those of the circuit breaker, if it has any."""
+        """`descriptors`: those of `Spec.list_budget_rules`, then any of the circuit breaker."""
         self.guard = guard
         self._always = False
         keys = spec.list_budget_rules()

@@ -76,7 +76,7 @@ class Asked:
         return self.collect()
 
     def abandon(self) -> None:
-        """Stop waiting, because the client has left, and give back what the store still takes from budgets."""
+        """Stop waiting, because the client left; return to budgets what the store still takes."""
         if self._abandoned:
             return
         self._abandoned = True
@@ -96,7 +96,7 @@ MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
 
 
 class Counting:
-    """The store, and its fallback: a store in this process, or a refusal with `--on-store-error reject`.
+    """The store, and its fallback: a store in this process, or a refusal (`--on-store-error`).
 
     Attributes:
         replicas: number of replicas last seen. If the store fails, each replica enforces its share
@@ -212,13 +212,13 @@ class Counting:
         self.settle(given, report)
 
     def join_sessions(self, sessions: Sequence[SessionGuard]) -> None:
-        """Remove starts of conversations from the requests without a session, once they continue."""
+        """Take conversations that continue out of the count of requests without a session."""
         self.settle(
             [Settled(join) for session in sessions if (join := session.join_session()) is not None]
         )
 
     def settle(self, settled: Sequence[Settled], report: Report | None = None) -> None:
-        """Send settlements to the store in one call, without waiting, and report the answers later."""
+        """Send settlements to the store in one call, without waiting; answers come later."""
         if not settled:
             return
         try:

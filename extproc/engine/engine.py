@@ -125,7 +125,7 @@ class Engine:
         return [*self.plans, *self._index.list_parts(), *self._switches.list_parts()]
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
-        """The policies that match the request, in bundle order, with or without the parameters of its path.
+        """The policies that match the request, in bundle order, with or without path parameters.
 
         If the request opens a WebSocket for model calls, its method is ignored: it is GET, but the
         calls would be POST.
@@ -316,7 +316,7 @@ class Index(Generic[Item]):
     def match(
         self, method: str | None, authority: str, path: str, route: str = ""
     ) -> Sequence[Item]:
-        """Every item whose selector matches the request, without duplicates, in the order of `entries`.
+        """Every item whose selector matches the request, once, in the order of `entries`.
 
         Args:
             method: as sent; methods are case-sensitive (RFC 9110 section 9.1). None ignores the
@@ -341,7 +341,7 @@ class Index(Generic[Item]):
         return [self._items[place] for place in found]
 
     def _prefixes(self, path: str) -> Iterator[str]:
-        """The prefixes that would match `path`: itself, and its start up to each slash, with and without the slash.
+        """The prefixes that match `path`: itself and its start up to each slash, and without it.
 
         `/v1` matches `/v1` and `/v1/...` (Envoy's path_separated_prefix), `/v1/` all paths that
         start with it.

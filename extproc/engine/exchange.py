@@ -204,7 +204,7 @@ class Guards:
     def admit_budget(
         self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Guard | None
     ) -> None:
-        """Create the guard of the plan's budgets if a rule applies, or record why not; `last` is as for `admit`."""
+        """Create the guard of the plan's budgets, or record why not; `last` is as for `admit`."""
         try:
             if last is None or last.plan is not plan:  # otherwise already checked
                 plan.check_bypass(request)
@@ -231,7 +231,7 @@ class Guards:
                 self._admit_others(others, [guard])
 
     def _read_headers(self, guard: LoopGuard, request: HttpRequest) -> bool:
-        """Record what the headers claim about the body; returns whether the guard can still count the request."""
+        """Record what the headers claim about the body; whether the guard can still count."""
         try:
             guard.claim = guard.detector.similarity.read_headers(request.headers)
         except NotCounted as why:
@@ -309,7 +309,7 @@ class Guards:
 
     @property
     def needs_store(self) -> bool:
-        """Like `waits`, but only for requests that name their session; others contain the history they need."""
+        """Like `waits`, for requests that name their session; others contain their history."""
         return any(guard.waits and guard.session != "" for guard in self.active)
 
     def recall(self, answers: Sequence[Kept]) -> None:
@@ -404,7 +404,7 @@ class Guards:
         return taken
 
     def drop_body_readers(self, reason: str) -> None:
-        """Remove the guards that need the body, or all of them if the request opens a WebSocket for many calls."""
+        """Remove guards that need the body, or all if the request opens a WebSocket."""
         if not self.active:
             return
         kept = []
@@ -704,7 +704,7 @@ class Exchange(Reading):
         return not list_encodings(self.request.headers.get("content-encoding", b""))
 
     def sum_up(self, body: bytes | memoryview) -> Body:
-        """The checksums of the decompressed body, so that equal bodies are equal, compressed or not.
+        """The checksums of the decompressed body, so that compression makes no difference.
 
         If the body is too long or does not match its encoding, they are those of the body as sent.
         """
@@ -797,7 +797,7 @@ class Exchange(Reading):
         return Marks(self._key, list(dict.fromkeys(callers)), hash_first_words(document))
 
     def _find_marks(self, document: Document) -> Marks | None:
-        """The marks to recognize notes, for a body that may contain some; None if there are none."""
+        """The marks of notes, for a body that may contain some; None if there are none."""
         group = self.enforcing if self.enforcing.active else self.shadow
         if not group.active:
             return None
@@ -882,7 +882,7 @@ class Exchange(Reading):
             group.give_up(reason)
 
     def let_go(self) -> None:
-        """Drop references when the stream has ended, so that the request is freed without the garbage collector."""
+        """Drop references at the stream's end, so that no garbage collection is needed."""
         for session in self.sessions:
             session.let_go()
         for budget in self.budgets:
@@ -896,12 +896,12 @@ class Exchange(Reading):
         return [*self.enforcing.left_out, *self.shadow.left_out]
 
     def list_uncounted(self) -> list[tuple[str, str]]:
-        """(policy, reason), without duplicates, of policies with a detector that does not count this request."""
+        """Policies with a detector that does not count this request: (policy, reason), once."""
         left_out = self.list_left_out()
         return list(dict.fromkeys((policy, reason) for policy, _, reason in left_out))
 
     def list_compared_exactly(self) -> list[str]:
-        """The policies that compared the body byte by byte, because their similarity does not apply to it."""
+        """Policies that compared the body byte by byte, because their similarity does not apply."""
         found: list[str] = []
         for group in self.groups:
             for guard in group.active:

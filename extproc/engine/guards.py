@@ -191,7 +191,7 @@ class Guard:
         self._now = 0.0
 
     def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Guard:
-        """A guard with the same rules for another caller of the request; `place` is 0 for the second caller.
+        """A guard with the same rules for another caller; `place` is 0 for the second caller.
 
         What the first guard reads from the body is reused, because clients choose the number of
         callers.
@@ -363,7 +363,7 @@ class Guard:
 
 
 def renew(name: str, orders: Sequence[ActiveOverride]) -> str:
-    """Add the newest release to a part of a key, so that the key differs from all keys before the release."""
+    """Add the newest release to a part of a key, so that it differs from earlier keys."""
     release = find_kind(orders, RELEASE)
     return name if release is None else f"{release.epoch}.{name}"
 
@@ -449,7 +449,7 @@ class LoopGuard(Guard):
             self.pushes = self._list_pushes(self.plan.rings, self.memory, exchange.scope)
 
     def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[AnyPush]:
-        """A ring is found by the session's name; a request without a turn is only known by its history."""
+        """A ring is found by the session's name; without a turn, only by its history."""
         detector, session = self.detector.name, renew(self.session, self.overrides)
         pushes: list[AnyPush] = []
         if memory.place is not None:
@@ -692,7 +692,7 @@ class SessionGuard(Guard):
             self.hit, self._stopped = None, True
 
     def count_start(self) -> SessionGuard | None:
-        """A second guard that counts the start of a conversation among requests without a session, if those have limits.
+        """A second guard, which counts starts of conversations without a session, if limited.
 
         The conversation may never continue, as in a loop of one prompt. If it does, `join_session`
         removes it there.
@@ -724,7 +724,7 @@ class SessionGuard(Guard):
         return second
 
     def join_session(self) -> Settlement | None:
-        """Remove the start of its conversation from the requests without a session; None unless this is the second request."""
+        """Uncount a conversation's start without a session; None unless it has one request."""
         standing, limits, exchange = self.standing, self.limiter.unnamed, self._exchange
         if standing is None or limits is None or exchange is None or not self._known_before:
             return None
@@ -760,7 +760,7 @@ class SessionGuard(Guard):
             raise NotCounted(UNNAMED)
 
     def _find_name(self, exchange: Reading, document: Document | None) -> str:
-        """The name of the request's session; empty if there is none, or if only the store knows it."""
+        """The name of the request's session; empty if none, or if only the store knows it."""
         name = exchange.find_session(
             self.limiter.names, self._in_head, document, self.plan, self.caller
         )
@@ -962,7 +962,7 @@ class SessionGuard(Guard):
 
     @property
     def nameless(self) -> Document | None:
-        """The document of a request whose session is known only by the conversation's content; else None."""
+        """The document of a request whose session is known only by its content; else None."""
         exchange = self._exchange
         return (
             exchange.look(shadow=self.limiter.shadow)

@@ -248,7 +248,7 @@ class Overrides:
         return len(self._of_head) + len(self._of_body)
 
     def find_by_head(self, caller: Caller) -> Sequence[ActiveOverride]:
-        """All orders about a caller alone, including expired ones and other policies'; see `select`."""
+        """All orders about a caller alone, also expired ones and other policies'; see `select`."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_head:
             filed = shape.find(caller, "", "", ())
@@ -265,7 +265,7 @@ class Overrides:
         fingerprint: str,
         tools: Sequence[str],
     ) -> Sequence[ActiveOverride]:
-        """All other orders for a request and policy; `session` is the hash of its name, or empty."""
+        """All other orders for a request and policy; `session` is its name's hash, or empty."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_body:
             filed = shape.find(caller, session, fingerprint, tools)

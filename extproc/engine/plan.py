@@ -264,7 +264,7 @@ class Detector:
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
     def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
-        """Seconds until the same request would pass if it is not sent before; None if waiting does not help."""
+        """Seconds until a repetition would pass, if none comes before; None for never."""
         if repeat is not None and repeat.looping:
             return None  # its history will not change
         waits = count.cooldown_ms
@@ -279,7 +279,7 @@ class Detector:
         return max(1, -(-waits // 1000))
 
     def foresee(self, outcome: Outcome) -> tuple[int, Action, int]:
-        """The number of notes that a loop has had, the next action that ends the run, and the repetitions until then.
+        """A loop's notes so far, the next action that ends the run, and repetitions until then.
 
         The repetitions are 0 if unknown.
         """
@@ -366,7 +366,7 @@ class Detector:
         return min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms)
 
     def be_patient(self, outcome: Outcome, repeat: Repeat) -> Outcome:
-        """The outcome for a loop that is part of an incident, and therefore not refused while that lasts."""
+        """The outcome for a loop that is not refused because it is part of an incident."""
         action = self.patient if outcome.action in _ENDING else outcome.action
         return Outcome(
             outcome.policy,
@@ -408,7 +408,7 @@ class Plan:
     """
 
     def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
-        """Keeps no reference to the policy's own objects, which take several times as much memory."""
+        """Keeps no reference to the policy's own objects, which take several times the memory."""
         spec = policy.spec
         self.id = copy_text(policy.id)
         self.shadow = shadow
@@ -542,7 +542,7 @@ class Plan:
         return max(lifetimes)
 
     def list_names(self) -> list[str]:
-        """The names of the descriptors that identify callers, and of the alternatives of each `first_of`."""
+        """The names of descriptors that identify callers, and of each `first_of`'s alternatives."""
         names = [item.name for item in self._descriptors] + [
             item.name for item, _ in self._body_descriptors
         ]
@@ -625,7 +625,7 @@ class Plan:
         return any(descriptor.key == key for descriptor in self._descriptors)
 
     def list_session_keys(self, *, limited: bool) -> list[str]:
-        """The limit keys of a session's name; with `limited`, only those for session limits, if there are any."""
+        """The limit keys of a session's name; `limited`: only those for session limits."""
         if self.limiter is not None:
             keys = self.limiter.names.list_keys()
         else:
@@ -635,7 +635,7 @@ class Plan:
         return [key.key for key in keys]
 
     def list_reads(self) -> list[tuple[str, str]]:
-        """What the policy reads from a request's head besides its selector, as (source, argument) of limit keys."""
+        """What the policy reads from the head besides its selector: parts of limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += (
             [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()]

@@ -1,4 +1,4 @@
-"""`enforce_percent`: a policy acts on a percentage of its callers, and is in shadow mode for the others.
+"""`enforce_percent`: a policy acts on a percentage of callers, and is in shadow mode for others.
 
 A caller's place is a hash of its descriptors in the head, keyed by the policy's seed. It depends on
 nothing else, so all replicas agree, even after a restart, and a larger percentage includes every

@@ -107,7 +107,7 @@ class Reading:
         return self._place
 
     def look(self, *, shadow: bool) -> Document | None:
-        """The whole body, for a guard of an enforcing or a shadow policy; None if it cannot be inspected."""
+        """The whole body, for a guard of an enforcing or shadow policy; None if not inspected."""
         plain = self.plain
         return None if plain is None or plain.shortened or (shadow and self.withheld) else plain
 

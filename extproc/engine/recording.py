@@ -155,7 +155,8 @@ def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -
         first = dict(reversed(pairs))
         pairs = [(name, first.get(name, "")) for name in dict.fromkeys(parameters)]
     hashed = [
-        f"{quote(_clean(name), safe='')}={value if not value or says_secret(name) else hash_value(value)}"
+        f"{quote(_clean(name), safe='')}="
+        f"{hash_value(value) if value and not says_secret(name) else value}"
         for name, value in pairs
     ]
     return "&".join([*hashed, whole] if whole else hashed)

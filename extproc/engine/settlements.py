@@ -98,7 +98,7 @@ class Entry(NamedTuple):
 
 
 class LoopCost(NamedTuple):
-    """The cost of a request in a loop, in nano-dollars, and the tokens of its prompt, with estimates of both.
+    """The cost of a request in a loop, in nano-dollars, and its prompt's tokens, with estimates.
 
     Attributes:
         key: see `Exchange.conversation_key`.
@@ -220,7 +220,7 @@ def describe_calls(exchange: Exchange) -> str:
 
 
 def find_reserved(exchange: Exchange) -> int:
-    """The estimated cost of a request in nano-dollars, from its sessions or else its budgets; -1 if they have none."""
+    """A request's estimated cost in nano-dollars, by its sessions or else budgets; -1 if none."""
     for session in exchange.sessions:
         if session.is_let_through:
             return session.reserve
@@ -228,7 +228,7 @@ def find_reserved(exchange: Exchange) -> int:
 
 
 def find_dollars(budget: BudgetGuard) -> int:
-    """What a request has reserved in a budget in dollars, in nano-dollars; -1 if there is no such budget."""
+    """A request's reservation in a budget in dollars, in nano-dollars; -1 if there is none."""
     for each in budget.reserved:
         if each.limit.unit == DOLLAR_UNIT and each.taken is not None and each.taken.granted:
             return each.take.amount * NANO_DOLLARS // each.limit.units
@@ -295,7 +295,7 @@ def read_counted(named: object) -> list[TakeBack]:
 
 
 def list_settlements(engine: Engine, entry: Entry) -> tuple[list[Settled], int]:
-    """The settlements of a request that has ended, and the number of its calls that no loaded policy knows."""
+    """The settlements of an ended request, and the number of its calls without a loaded policy."""
     settled = [Settled(counted) for counted in entry.counted]
     unknown = 0
     for named in entry.calls:

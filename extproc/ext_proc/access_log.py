@@ -1,4 +1,4 @@
-"""Reads the outcome of requests from Envoy's gRPC access log, which has an entry for each request when it has ended.
+"""Reads the outcome of requests from Envoy's gRPC access log: one entry for each ended request.
 
 - Envoy's own filters read the token counts in responses, so responses do not pass through here and
   are not delayed.
@@ -516,7 +516,7 @@ _WRITTEN: Final = ("output", "thoughts")
 
 
 def _estimate_output(logged: _Logged) -> tuple[int, int]:
-    """Estimate the tokens of a response from its size; for a stream, also the most that they can be."""
+    """Estimate a response's tokens by its size; for a stream, also their maximum."""
     streams = logged.headers.get(b"content-type", "").lower().startswith(_STREAMS)
     least = BYTES_PER_TOKEN
     if logged.headers.get(b"content-encoding", "").lower() not in ("", "identity"):

@@ -133,7 +133,7 @@ class InspectionBudget:
         return len(self._acting) + len(self._watching)
 
     def allows(self, tenant: str, now: float, *, shadow: bool = False) -> bool:
-        """Whether there is time to inspect a body of this caller; `shadow`: for shadow policies only."""
+        """Whether there is time to inspect this caller's body; `shadow`: for shadow policies."""
         return (self._watching if shadow else self._acting).allows(tenant, now)
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Answers an exchange: its guards read it, ask the store and judge, and the decision is written for Envoy.
+"""Answers an exchange: its guards read, ask the store and judge; the decision goes to Envoy.
 
 The answer waits for shadow guards only until a deadline.
 
@@ -325,7 +325,7 @@ def _inspect(  # noqa: PLR0913  # as `judge`
 async def _judge_later(
     service: Service, kind: str, exchange: Exchange, counts: MaybeCounts, shadow_counts: MaybeCounts
 ) -> Reply:
-    """Answer when the store has answered the enforcing guards, and the shadow guards or their deadline."""
+    """Answer when the store has answered the live guards, and the shadow guards or timed out."""
     watched = asyncio.ensure_future(wait_for(shadow_counts))
     try:
         found = await wait_for(counts)
@@ -396,7 +396,7 @@ def answer(
 
 
 def _weigh(service: Service, exchange: Exchange, decision: Decision) -> Decision:
-    """Adjust the decision: during incidents, after the body was partly forwarded, and if there is no room for a delay."""
+    """Adjust the decision: in incidents, for a partly forwarded body, or without room to delay."""
     decision = service.reporter.weigh(exchange, decision)
     if exchange.state == SENT_ON and decision.action not in (Action.ALLOW, Action.WARN):
         service.metrics.fail_open.labels("sent_on").inc()
@@ -530,7 +530,7 @@ def _describe_circumstances(service: Service, exchange: Exchange, lead: Outcome)
 
 
 def give_back(service: Service, exchange: Exchange, outcome: int, status: int) -> None:
-    """Give back the reservations of a request that was REFUSED or WITHDRAWN; `status` of its answer, 0 for none."""
+    """Give back what a REFUSED or WITHDRAWN request reserved; `status` of its answer or 0."""
     report = partial(service.reporter.report_settled, Entry(status=status, refused=True))
     service.counting.give_back(exchange.sessions, exchange.budgets, outcome, report)
 

@@ -1,4 +1,4 @@
-"""State shared by all ext_proc streams: loaded policies, the store, reports, and limits on open streams."""
+"""State shared by all ext_proc streams: policies, the store, reports, and limits on streams."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Service:
         return True
 
     def settle_entry(self, entry: Entry) -> None:
-        """Report a request's outcome to the counters that included it, its sessions and its budgets."""
+        """Report a request's outcome to its counters, sessions and budgets."""
         if entry.absurd:
             self.metrics.absurd_usage.inc()
         settled, unknown = list_settlements(self.engine, entry)
@@ -145,14 +145,14 @@ class Service:
         self.counting.settle(settled, partial(self.reporter.report_settled, entry))
 
     def release(self) -> None:
-        """End all delays and all waits for bodies, now and from now on, because the server is about to stop."""
+        """End all delays and waits for bodies, from now on, because the server is stopping."""
         self.released = True
         self.holds.release()
         for stream in list(self.waiting):
             stream.give_up("shutdown")
 
     def compile_handed_over(self, policy_json: str) -> Engine | None:
-        """The policies that came with a route; None if they are invalid, which is counted, and logged once."""
+        """The policies that came with a route; None (counted, logged once) if they are invalid."""
         now = datetime.now(UTC)
         found = self.handed_over.recall(policy_json, now)
         if found is None:

@@ -221,7 +221,7 @@ class Stream(Waiting):
         return self._stay(await reply)
 
     def _stay(self, reply: Reply) -> Reply:
-        """Add what is handed back to the reply, and do not end the stream while more remains to hand back."""
+        """Add what is handed back to the reply, and keep the stream open while more remains."""
         duplex = self._duplex
         if duplex is None or reply.refuses or reply.answer is None:
             return reply
@@ -388,7 +388,7 @@ class Stream(Waiting):
         )
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
-        """Judge the request once its body has ended, usually in one message, or has been cut off."""
+        """Judge the request when its body has ended, usually in one message, or was cut off."""
         exchange = self._waiting
         if exchange is None:
             return DONE[kind]
@@ -466,7 +466,7 @@ class Stream(Waiting):
             self.on_given_up()
 
     def _send_on(self, *, inspects: bool) -> None:
-        """Forward what is held of an incomplete body, and the rest as it arrives; `inspects`: guards may still read it."""
+        """Forward the held body, and the rest as it arrives; guards may read it (`inspects`)."""
         duplex, exchange = self._duplex, self._waiting
         if duplex is None or not duplex.holds:
             return
@@ -546,7 +546,7 @@ class Stream(Waiting):
         )
 
     def _open_excerpt(self, exchange: Exchange, most: int) -> Excerpt | None:
-        """Makes an excerpt of a body that may be too long; None if such bodies are not inspected."""
+        """Makes an excerpt of a body that may be too long; None if those are not inspected."""
         return Excerpt(LIST_PATHS, most) if exchange.reads_ends and exchange.is_plain else None
 
     def _stop_waiting(self) -> Exchange | None:

@@ -27,7 +27,7 @@ from extproc.request.http import (
 from extproc.request.secrets import is_secret
 
 MAX_HEADERS: Final = 10_000
-"""Maximum number of request headers to read (Envoy accepts 100 by default); further ones are ignored.
+"""Maximum number of request headers to read; the rest are ignored (Envoy accepts 100).
 
 Reading 100,000 takes 40 ms; no client may delay others for longer than 50 ms.
 """
@@ -459,7 +459,7 @@ def _read_size(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _read_text_entry(entry: bytes) -> str:
-    """The string of a google.protobuf.Struct's entry, given the bytes after its key; empty if it is not a string.
+    """The string of a Struct's entry, given the bytes after its key; empty if it is not a string.
 
     The bytes may be cut off.
     """

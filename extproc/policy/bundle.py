@@ -1,4 +1,4 @@
-"""The bundle format: the JSON's keys as typed, frozen models, and the JSON Schema generated from them.
+"""The bundle format: the JSON's keys as typed, frozen models, and the JSON Schema from them.
 
 The format is Fairvisor's bundle plus Loopguard's own keys, so drop-in bundles load unchanged. A
 field's own rules are here; rules that compare fields are in `rules.py`.
@@ -81,9 +81,10 @@ _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
 METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
 METHODS = frozenset(
     """
-    ACL BASELINE-CONTROL BIND CHECKIN CHECKOUT CONNECT COPY DELETE GET HEAD LABEL LINK LOCK MERGE MKACTIVITY MKCALENDAR MKCOL
-    MKREDIRECTREF MKWORKSPACE MOVE OPTIONS ORDERPATCH PATCH POST PROPFIND PROPPATCH PUT QUERY REBIND REPORT SEARCH TRACE UNBIND
-    UNCHECKOUT UNLINK UNLOCK UPDATE UPDATEREDIRECTREF VERSION-CONTROL
+    ACL BASELINE-CONTROL BIND CHECKIN CHECKOUT CONNECT COPY DELETE GET HEAD LABEL LINK LOCK
+    MERGE MKACTIVITY MKCALENDAR MKCOL MKREDIRECTREF MKWORKSPACE MOVE OPTIONS ORDERPATCH PATCH
+    POST PROPFIND PROPPATCH PUT QUERY REBIND REPORT SEARCH TRACE UNBIND UNCHECKOUT UNLINK UNLOCK
+    UPDATE UPDATEREDIRECTREF VERSION-CONTROL
     BAN LIST M-SEARCH MSEARCH NOTIFY PURGE SOURCE SUBSCRIBE UNSUBSCRIBE
     """.split()  # noqa: SIM905  # a list literal would be 48 lines
 )
@@ -190,8 +191,8 @@ def _check_timestamp(value: object) -> object:
 
 
 OBJECT, LIST = "(object)", "(list)"
-"""Tags that pydantic inserts into the places of errors, for values that may be a list. No key equals
-them, and messages omit them."""
+"""Tags that pydantic inserts into the places of errors, for values that may be a list. No key
+equals them, and messages omit them."""
 
 _NAMES = ", ".join(API_NAMES)
 _TOKEN: dict[str, Any] = {"pattern": r"^[A-Za-z0-9!#\x24%&'*+.^_`|~-]+$"}
@@ -424,7 +425,7 @@ class Spec(JsonObject):
         )
 
     def list_sources(self) -> list[str]:
-        """The limit keys of the policy and its labels; each `first_of` is replaced by its alternatives."""
+        """The limit keys of the policy and its labels, with the alternatives of each `first_of`."""
         return list(
             dict.fromkeys(
                 list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])
@@ -460,7 +461,7 @@ class Spec(JsonObject):
         return counting or self.session_limits is not None
 
     def find_session_inspect_bytes(self) -> int:
-        """Maximum body length that `session_limits` inspect: their own, or the largest of the detectors and the default."""
+        """Maximum body length for `session_limits`: their own, or the largest of the detectors."""
         own = self.session_limits.max_inspect_bytes if self.session_limits is not None else None
         return own or max(
             [INSPECT_BYTES, *[loop.max_inspect_bytes for _, loop in self.detectors()]]
@@ -562,7 +563,7 @@ _ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
 
 
 def _describe(definition: dict[str, Any], model: type[JsonObject]) -> None:
-    """Copy the description of each attribute from the docstrings of a model and its bases, for editors."""
+    """Copy attributes' descriptions from the docstrings of a model and its bases, for editors."""
     definition["description"] = cleandoc(model.__doc__ or "").partition("\n\nAttributes:\n")[0]
     for owner in reversed(model.__mro__):
         _, _, attributes = cleandoc(owner.__doc__ or "").partition("Attributes:\n")

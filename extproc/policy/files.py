@@ -53,7 +53,7 @@ def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
 
 
 def find_unread(paths: Iterable[str]) -> list[BundleError]:
-    """A warning for each file below the directories among `paths` that is not read, but may be meant as a policy file."""
+    """A warning for each file below directories among `paths` that looks like an unread policy."""
     files = [
         file
         for path in paths
@@ -77,7 +77,7 @@ def _may_be_policies(file: PurePath) -> bool:
 def find_directories(
     directory: str, on_error: Callable[[str, OSError], None], above: frozenset[str] = frozenset()
 ) -> Iterator[str]:
-    """The directory and all below it that may have policies; unreadable ones are passed to `on_error`."""
+    """The directory and all below it that may have policies; `on_error` gets unreadable ones."""
     real = os.path.realpath(directory)
     if real in above:  # a symbolic link that leads back up
         return

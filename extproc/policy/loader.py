@@ -80,7 +80,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Unenforced(BundleError):
-    """An unsupported part of a drop-in bundle: a key of a policy's spec or, without a policy, of the bundle."""
+    """An unsupported part of a drop-in bundle: a key of a policy's spec, or of the bundle."""
 
     policy: str
     part: str
@@ -164,7 +164,7 @@ class PolicySet:
         ]
 
     def require_enforced(self) -> None:
-        """Raise BundleErrors if a part of a bundle is not enforced, so that no limit is lost silently."""
+        """Raise BundleErrors if a part of a bundle is not enforced: no limit is lost silently."""
         if self.unenforced:
             raise BundleErrors(refuse_unenforced(self.unenforced))
 
@@ -390,7 +390,7 @@ class ParsedFile:
         return () if self.place is None else (*self.place, number)
 
     def shed(self) -> list[object]:
-        """Return all objects that are not needed once the file is compiled, and its messages; see `PolicySet.scrap`."""
+        """Return objects that the compiled file does not need (`PolicySet.scrap`), and messages."""
         scrap: list[object] = [*self.entries, *self.ids, *self.warnings]
         self.entries, self.ids, self.warnings, self.notes = [], [], [], {}
         return scrap
@@ -611,7 +611,7 @@ def _find_notes(
 
 
 def _encode_shape(spec: Any) -> bytes | None:  # noqa: ANN401  # raw JSON
-    """A value that is equal for policies that differ only in id and selector; None if the spec cannot be encoded.
+    """A value that is equal for policies equal but for id and selector; None if not encodable.
 
     JSON would not do, because msgspec writes infinite numbers as null.
     """

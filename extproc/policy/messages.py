@@ -33,7 +33,7 @@ _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
 
 
 def _find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """The model of the object at a place below a model; None if it is not an object, or allows any key."""
+    """The model of the object at a place below a model; None if unknown or any key is allowed."""
     found: Any = model
     for step in place:
         found = _step_down(found, step)
@@ -42,7 +42,7 @@ def _find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None
 
 
 def _list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every object below a model, by name: its place, or `an entry of` the list or mapping that contains it."""
+    """Every object below a model by name: its place, or `an entry of` its list or mapping."""
     found = [
         (f"an entry of {name}" if held else f"{above}{name}", one)
         for name, field in model.model_fields.items()

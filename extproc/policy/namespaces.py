@@ -24,7 +24,7 @@ Error = tuple[Place, str]
 
 
 class Namespace(NamedTuple):
-    """A folder or file, and the requests that its policies may select; an empty kind is unrestricted.
+    """A folder or file, and the requests its policies may select; empty kinds are unrestricted.
 
     Attributes:
         path: the folder, as given.

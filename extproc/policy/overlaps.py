@@ -79,7 +79,7 @@ def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
 
 
 def find_uncompared(sources: Iterable[Source], compared: Collection[str]) -> list[str]:
-    """Notes on the first shadow policies that are not compared, although an enforcing one overlaps."""
+    """Notes on the first shadow policies that overlap an enforcing one without comparison."""
     every = [(source, policy) for source in sources for policy in source.outlines if policy.enabled]
     watching = [
         (source, policy)

@@ -32,7 +32,7 @@ class Pairing(NamedTuple):
 
 
 def find_pairings(policies: Sequence[tuple[str, Outline]]) -> list[Pairing]:
-    """Every shadow policy that names an enforcing one, or has the selector of exactly one, in order.
+    """Every shadow policy that names an enforcing one, or has the selector of exactly one.
 
     Policies come with their namespaces, and are only compared within them.
     """

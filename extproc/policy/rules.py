@@ -97,7 +97,7 @@ _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
 
 
 def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """Make a raw policy that came with a route apply to all its requests, unless it names a path or a route."""
+    """Make a raw policy from a route apply to all its requests, unless it names a path or route."""
     if not isinstance(policy, dict) or not isinstance(policy.get("spec"), dict):
         return policy
     selector = policy["spec"].get("selector", {})
@@ -274,7 +274,7 @@ def _find_threshold_errors(
 def _find_escalation_errors(
     loop: dict[str, Any], place: Place, kind: type[Similarity]
 ) -> Iterator[tuple[Place, str]]:
-    """Find actions of `escalate` that are not stricter and later than the one before, or can never apply."""
+    """Find actions of `escalate` that are not stricter and later than the last, or never apply."""
     action, escalate = loop.get("action", Action.REJECT.value), loop.get("escalate")
     first = _find_threshold(loop, kind)
     if not isinstance(escalate, dict) or action not in ACTIONS or first is None:
@@ -362,7 +362,7 @@ def _find_similarity_errors(
 
 
 def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find valid settings with little or no effect; yields the place below the policy, and the likely intention."""
+    """Find valid settings with little effect: the place below the policy, and a likely fix."""
     looks = policy.spec.session_limits is not None or any(
         loop.similarity in _REMEMBERING for _, loop in policy.spec.detectors()
     )
@@ -461,7 +461,7 @@ def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _list_callers(policy: Policy) -> Iterator[tuple[Place, Sequence[str | FirstOf], str]]:
-    """Places that identify callers: the place, their limit keys, and what an impostor does there."""
+    """Places that identify callers: the place, its limit keys, and what an impostor does there."""
     spec = policy.spec
     if spec.session_limits is not None or spec.detectors():
         yield ("spec", "limit_keys"), spec.limit_keys, "is counted as its owner"

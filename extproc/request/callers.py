@@ -144,7 +144,7 @@ class Shown:
     """
 
     def __init__(self, name: str, keys: list[str]) -> None:
-        """`keys` are the alternatives that are secrets; empty for the limit key `credential` alone."""
+        """`keys` are the alternatives that are secrets; empty for `credential` alone."""
         self.name = name
         self._keys = keys
         self._starts = tuple([f"{key}:" for key in keys])
@@ -167,7 +167,7 @@ class Shown:
 
 
 def find_hidden(value: Json, descriptor: Descriptor, pointer: Sequence[str], key: HashKey) -> str:
-    """The scalar at a pointer in a body, as text, or its hash if it is a secret; empty if there is none."""
+    """The scalar at a pointer in a body as text, hashed if it is a secret; empty if none."""
     text = find(value, pointer)
     return key.hide(text) if text and is_secret(descriptor.key) else text
 

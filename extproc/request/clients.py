@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 
 class Client(NamedTuple):
-    """A client and its reaction to a refusal with status 429 and the header `x-should-retry: false`.
+    """A client and its reaction to status 429 with the header `x-should-retry: false`.
 
     Attributes:
         name: for messages.

@@ -37,7 +37,7 @@ UNITS: Final = 50_000
 them take about 20 ms."""
 
 STEP: Final = 10
-"""Units for a message or a part of one, and for a number with a fraction, which must be normalized."""
+"""Units for a message or a part of one, and for a number with a fraction to normalize."""
 
 MAX_STEPS: Final = UNITS // STEP
 """Maximum number of messages in a conversation that is read message by message."""
@@ -96,7 +96,7 @@ NO_HISTORY: Final = frozenset({NO_MESSAGES, "no_history"})
 
 
 def limit_integers() -> None:
-    """Make this process reject longer integers, because parsing time grows with the square of their length."""
+    """Reject longer integers in this process: parsing them takes quadratic time."""
     sys.set_int_max_str_digits(MAX_DIGITS)
 
 
@@ -145,7 +145,7 @@ class Inspection:
         self.left = UNITS
 
     def recall(self) -> int:
-        """Begin to read again what has already been charged; returns the units to restore afterwards."""
+        """Begin to reread what is already charged; returns the units to restore afterwards."""
         left, self.left = self.left, UNITS
         return left
 
@@ -212,7 +212,7 @@ _FIRST_HALF: Final = 8
 
 
 def mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
-    """Replace each unpaired surrogate in JSON by a private character of equal length; None if there is none."""
+    """Replace unpaired surrogates in JSON by private characters of equal length; None if none."""
     raw = data.encode() if isinstance(data, str) else bytes(data)
     mended = _HALF.sub(_mend_half, raw, _MOST_HALVES)
     return None if mended == raw else mended
@@ -313,7 +313,7 @@ def check_containers(data: bytes | memoryview | str) -> None:
 
 
 def holds_many(data: bytes) -> bool:
-    """Whether JSON has more than MAX_CONTAINERS objects and arrays, or MAX_VALUES commas outside of strings."""
+    """Whether JSON has over MAX_CONTAINERS objects and arrays, or MAX_VALUES commas."""
     containers = commas = 0
     for start in range(0, len(data), _PIECE):
         piece = data[start : start + _PIECE]
@@ -483,7 +483,7 @@ def find(value: Json, pointer: Sequence[str]) -> str:
 
 
 def write_number(text: str) -> msgspec.Raw:
-    """Normalize a number with a fraction or an exponent to an integer, or to digits and an exponent.
+    """Normalize a number with fraction or exponent to an integer, or to digits and an exponent.
 
     >>> [bytes(write_number(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
     [b'15e-1', b'15e-1', b'1', b'0', b'1000', b'1e999']

@@ -1,4 +1,4 @@
-"""A body's text: decompressed (content-encoding, RFC 9110 section 8.4) and converted to UTF-8, within a size limit.
+"""A body's text: decompressed (RFC 9110 section 8.4), as UTF-8, within a size limit.
 
 A compressed body, or one in UTF-16, is read as its server would read it. Decompression stops at the
 limit, so a decompression bomb costs no more than that.
@@ -42,7 +42,7 @@ each."""
 
 
 class UnreadableError(Exception):
-    """A body does not match its content-encoding, or the encoding is unknown, or the body exceeds the limit.
+    """A body does not match its content-encoding, or that is unknown, or the body is too long.
 
     Attributes:
         reason: `content_encoding` or `inspect_limit`, as in `uncounted_total`.
@@ -140,7 +140,7 @@ def _unpack_gzip(body: bytes | memoryview, limit: int) -> bytes:
 
 
 def _unpack_deflate(body: bytes | memoryview, limit: int) -> bytes:
-    """Decompress zlib's format, or raw deflate, which some clients send and most servers accept (RFC 9110 section 8.4.1.2)."""
+    """Decompress zlib's format, or raw deflate, which some clients send (RFC 9110 8.4.1.2)."""
     try:
         return _inflate(body, limit, zlib.MAX_WBITS)
     except zlib.error:

@@ -50,12 +50,12 @@ Without the cache, the benchmark's row "own work per request" gets 9 % worse for
 
 
 class Body:
-    """Length and checksums of a request body, computed at once or chunk by chunk with `plus`; immutable."""
+    """Length and checksums of a body, computed at once or in chunks with `plus`; immutable."""
 
     def __init__(
         self, length: int, crc32: int, adler32: int, rest: bytes | memoryview = b""
     ) -> None:
-        """`rest` is the end of the body, which the checksums do not include yet; they are computed when needed."""
+        """`rest` is the body's end, which is added to the checksums when they are needed."""
         self.length = length
         self._crc32 = crc32
         self._adler32 = adler32
@@ -110,7 +110,7 @@ def normalize_path(path: str) -> str:
 
 
 def drop_parameters(path: str) -> str:
-    """Remove path parameters from a normalized path, as servers that know them do (RFC 3986 section 3.3).
+    """Remove path parameters from a normalized path, as servers do (RFC 3986 section 3.3).
 
     >>> drop_parameters("/v1/chat;a=1/completions;b%3Bc")
     '/v1/chat/completions'
@@ -168,7 +168,7 @@ def write_crc32(number: int) -> str:
 
 
 def name_request(head: str, body: Body, descriptors: str) -> tuple[str, str, str]:
-    """The names of a request; `head` comes from `write_head`, `descriptors` from `join_descriptors`.
+    """The names of a request; `head` is from `write_head`, `descriptors` from `join_descriptors`.
 
     Returns:
         the composite;

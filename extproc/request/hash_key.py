@@ -1,4 +1,4 @@
-"""The key of hashes that only Loopguard can make: of the marks in its notes, and of clients' API keys.
+"""The key of hashes that only Loopguard can make: of marks in notes and of clients' API keys.
 
 All replicas need the same key to recognize each other's hashes. It comes from a file, or else from
 the store; see `key_sharing`. Without either, each process has its own. The key is never logged or

@@ -55,7 +55,7 @@ class Facts:
         return ""
 
     def claim(self, name: str) -> str:  # noqa: ARG002  # no claims are known
-        """A JWT claim as a string, verified or, if allowed, only decoded; empty if there is none."""
+        """A JWT claim as text, verified or, if allowed, only decoded; empty if there is none."""
         return ""
 
     def identify(self) -> bytes | None:
@@ -179,7 +179,7 @@ class HttpRequest:
         return self.read_secret(key) if is_secret(key) else self.read_header(name)
 
     def read_secret(self, limit_key: str) -> str:
-        """The hash of the secret that a limit key names, 16 hex digits; empty if the request has none."""
+        """The hash of the secret that a limit key names, 16 hex digits; empty if there is none."""
         if self._hidden is None:
             self._hidden = {}
         found = self._hidden.get(limit_key)
@@ -340,7 +340,7 @@ def name_key(key: str | FirstOf) -> str:
 
 
 def order_first_of(limit_keys: Sequence[str]) -> list[str]:
-    """The order in which alternatives are tried: claims, which Envoy verifies, before secrets, which clients choose."""
+    """Order of alternatives: claims, which Envoy verifies, before secrets, which clients choose."""
     first = next((place for place, key in enumerate(limit_keys) if is_secret(key)), len(limit_keys))
     later = limit_keys[first:]
     verified = [key for key in later if key.startswith("jwt:")]
@@ -367,7 +367,7 @@ def _compile_first(key: FirstOf) -> Descriptor:
 
 
 def write_claim(value: object) -> str:
-    """Write a claim's value as a descriptor: strings unchanged, whole numbers without a fraction, others only if scalar.
+    """Write a claim as a descriptor: strings as they are, whole numbers as integers, other scalars.
 
     Envoy passes verified claims as protobuf Structs, in which every number is a double.
     """
@@ -383,7 +383,7 @@ def write_claim(value: object) -> str:
 
 
 def decode_claims(authorization: str) -> dict[str, str]:
-    """The claims of a bearer token, without verification; empty if it is not a JWT (RFC 7519 section 7.2)."""
+    """The unverified claims of a bearer token; empty if it is not a JWT (RFC 7519 section 7.2)."""
     scheme, _, token = authorization.partition(" ")
     parts = token.strip().split(".")
     # Header.payload.signature

@@ -31,7 +31,10 @@ FIRST_OF: Final = "first_of"
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}\Z")
 
-_KEY_IN_HEAD = "credential|(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
+_KEY_IN_HEAD = (
+    "credential|(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+"
+    "|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
+)
 _KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD}|body:(/([^~/]|~[01])*)+)$"}
 _HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
 _SESSION_KEY_PATTERN: dict[str, Any] = {
@@ -155,7 +158,7 @@ class FirstOf(JsonObject):
 
 
 KEY_TAG, OBJECT_TAG = "(key)", "(first_of)"
-"""Tags that pydantic adds to the places of errors below a list of limit keys, unlike any key; they are removed again."""
+"""Tags that pydantic adds to places of errors below lists of limit keys; removed again."""
 
 _is_object = Discriminator(
     lambda value: OBJECT_TAG if isinstance(value, dict | FirstOf) else KEY_TAG

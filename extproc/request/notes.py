@@ -71,7 +71,10 @@ _TRIES: Final = 64
 tildes."""
 
 _OPENINGS: Final = f"(?:{re.escape(OPENING)}|{re.escape(ANSWER)})"
-_FORM: Final = f'{_OPENINGS}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
+_FORM: Final = (
+    f'{_OPENINGS}([^"~]{{1,{_LONGEST_WRITTEN}}}+)'
+    f"{CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}"
+)
 _WRITTEN: Final = re.compile(_FORM.encode())
 _SAID: Final = re.compile(_FORM.replace("([", "(?:["))
 _ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
@@ -165,7 +168,7 @@ def _leave_out_notes(text: str) -> str:
 
 
 def read_around(text: str) -> str:
-    """The text around what looks like a note or answer; the whole text if there is none, or several."""
+    """The text around a note or answer; the whole text if there is none, or several."""
     pieces = _SAID.split(text, 2)
     # Before and behind
     return "".join(pieces).strip() if len(pieces) == 2 else text  # noqa: PLR2004
@@ -179,7 +182,7 @@ def _start(key: HashKey, caller: str, said: bytes) -> blake2b:
 
 
 def _read_text(written: bytes) -> bytes | None:
-    """Unescape a text repeatedly; None if it is not JSON, or is still escaped after `_MOST_LEVELS`."""
+    """Unescape a text repeatedly; None if it is not JSON, or escaped over `_MOST_LEVELS` times."""
     for _ in range(_MOST_LEVELS):
         try:
             written = _decode_text(b'"%b"' % written).encode()

@@ -297,7 +297,7 @@ class Patch:
         return text
 
     def open_element(self, start: int, end: int) -> Value:
-        """An element of a list, by its offsets in the body; changes in it are verified separately."""
+        """An element of a list, by its offsets in the body; its changes are verified separately."""
         self.take(_VALUE)
         root = Value(Part(self.data[start:end], start), "", 0, 0, end - start)
         self._roots.append(root)
@@ -448,7 +448,7 @@ class Patch:
         return value.change
 
     def foresee(self, values: Sequence[Value]) -> None:
-        """Check that enough units are left to verify changes of these values, before spending more; raises NotCounted."""
+        """Check that enough units are left to verify changes of these values; raises NotCounted."""
         costs: dict[Part, int] = {}
         for value in values:
             at, size = [root for root in self._roots if root.part is value.part][0], 0  # noqa: RUF015  # compiled, it is a list anyway
@@ -489,7 +489,7 @@ class Patch:
         return _splice(self.data, splices) if splices else [self.data]
 
     def _verify(self, root: Value, text: bytes, starts: list[int]) -> None:
-        """Check, by decoding its new text, that only the values of a part that start at `starts` have changed."""
+        """Decode a part's new text, and check that only the values at `starts` have changed."""
         left: list[tuple[Value, bytes]] = [(root, text)]
         try:
             while left:

@@ -32,12 +32,12 @@ _SCHEMES = frozenset({"bearer", "basic"})
 _HUMP = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _SAYS_SECRET = re.compile(
     r"""
-    auth (?! or(?!i[sz]) | entic(?!at) )                                # oauth2, authorization; not author, authority
-    | (?<! mon | don | tur | hoc | joc ) (?<! whis | port ) key (?: s | id )? (?![a-z])     # portkey is a vendor
+    auth (?! or(?!i[sz]) | entic(?!at) )  # oauth2, authorization; not author, authority
+    | (?<! mon | don | tur | hoc | joc ) (?<! whis | port ) key (?: s | id )? (?![a-z])  # a vendor
     | api_?key
-    | token (?: id )? (?! [a-z] | _?(?: count | estimate | limit | budget | usage ) )       # tokens are counted
+    | token (?: id )? (?! [a-z] | _?(?: count | estimate | limit | budget | usage ) )  # counts
     | (?: access | api | refresh | session | user ) _? tokens (?![a-z])
-    | secret (?! ar | i[ov] )                                           # not secretary
+    | secret (?! ar | i[ov] )  # not secretary
     | cookies? (?![a-z])
     | credential | passw(?:or)?d | passphrase
     | (?<![a-z]) (?: bearer | jwt | pwd | sig | signature ) (?![a-z])
@@ -86,7 +86,7 @@ def may_stand_in_query(limit_key: str) -> bool:
 
 
 def list_places(path: str) -> list[str]:
-    """The places where a request may have its credential, as limit keys in the order in which they are tried."""
+    """Where a request may have its credential, as limit keys in the order they are tried."""
     for search, places in OWN_PLACES:
         if search(path):
             return places
@@ -94,7 +94,7 @@ def list_places(path: str) -> list[str]:
 
 
 def extract_secret(value: str, header: str = "authorization") -> str:
-    """The secret in a header's value: everything except the scheme (RFC 9110 section 11.4); empty if there is nothing else.
+    """The secret in a header: all but the scheme (RFC 9110 section 11.4); empty if nothing is left.
 
     Only headers for authorization have schemes, but some clients send the usual ones in any header.
     For AWS signatures, which change with every request, it is the access key id (Signature Version

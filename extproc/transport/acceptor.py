@@ -136,7 +136,7 @@ class Acceptor:
         self._close_waiting(self._silent.pop(number))
 
     def _drop_waiting(self) -> None:
-        """Close a waiting connection to make room: the longest silent one, else the last of the longest queue."""
+        """Close a waiting connection: the longest silent one, else the longest queue's last."""
         if self._silent:
             self._give_up(next(iter(self._silent)))
             return

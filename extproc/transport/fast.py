@@ -1,4 +1,4 @@
-"""The default transport: sockets and tasks around `grpc.GrpcConnection`; serves ext_proc, access logs and grpc.health.v1.
+"""The default transport: sockets and tasks around `grpc.GrpcConnection`.
 
 Messages that arrive in one read are answered in one write, so the cost of the sockets falls as load
 rises. A message that the service answers at once does not become a task. Tasks only wait for a
@@ -42,7 +42,7 @@ from extproc.transport.tls import Certificates
 _LOG = logging.getLogger("loopguard")
 
 _LARGE_READ: Final = 65_536
-"""After a read of this size other connections come first: uvloop repeats a read that fills its buffer up to 32 times."""
+"""After a read of this size other connections come first; uvloop would read up to 32 times."""
 
 _MAX_WATCHES: Final = 100
 """Maximum number of health watches per connection; Envoy opens none."""
@@ -72,7 +72,7 @@ _ENTRY_WORK: Final = 4
 
 
 class _Serving(Listener):
-    """The work for one call: an ext_proc stream and the answer that it waits for, or a health watch.
+    """The work for one call: an ext_proc stream and the answer it waits for, or a health watch.
 
     Attributes:
         stream: the stream; None for a watch.
@@ -181,7 +181,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def release(self) -> None:
-        """End every call with OK, so that Envoy continues the request, or with an error if OK would lose a body."""
+        """End every call with OK, so that Envoy continues, or an error if OK would lose a body."""
         for call in list(self._grpc.calls.values()):
             serving = self._serving.get(call.number)
             if serving is not None and serving.stream is not None and serving.stream.carries:
@@ -212,7 +212,7 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def _schedule(self) -> None:
-        """Begin a turn in the next iteration of the event loop, for everything that is ready by then."""
+        """Begin a turn in the event loop's next iteration, for all that is ready by then."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._take_turn)
@@ -229,7 +229,7 @@ class _Peer(asyncio.Protocol):
             self._leave(self._grpc.error)
 
     def _leave(self, error: ProtocolError) -> None:
-        """Close the connection after a protocol error, with a pause for the peer to read the reason."""
+        """Close after a protocol error, with a pause for the peer to read the reason."""
         self._leaving = True
         self._server.log_error(error)
         self._grpc.close()
@@ -414,7 +414,7 @@ class FastServer:
         self._acceptor: Acceptor
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS if there are certificates; returns the address with its real port. Raises LoopguardError."""
+        """Listen, with mutual TLS if there are certificates; returns the real address."""
         listening = open_listening_socket(address)
         loop = asyncio.get_running_loop()
         tls = certificates.make_listen_options(self.hello_seconds) if certificates else {}
@@ -444,7 +444,7 @@ class FastServer:
         return len(self.peers) < most + share
 
     async def stop(self, grace: float) -> None:
-        """Refuse new calls, give those in flight `grace` seconds to finish, then end them so that their requests continue."""
+        """Refuse new calls, wait `grace` seconds for open ones, then end them with OK."""
         self._acceptor.close()
         for peer in list(self.peers):
             peer.shut()

@@ -1,4 +1,4 @@
-"""gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), server side, without a socket: bytes in, events out, bytes to send.
+"""gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), server side, sans-IO: bytes in, events out.
 
 A call lasts from its headers to its status. Its owner learns about it with the first message, so
 calls without messages cost no more than streams. Requests that are not gRPC, or that call an
@@ -46,14 +46,14 @@ _PREFIX: Final = 5
 """Bytes before a message: a compression flag and the length in 4 bytes."""
 
 _MESSAGE_WORK: Final = 8
-"""Cost of a message, in frames (see `Http2Limits.work`), plus one frame per 4 KiB: handling it costs more than HTTP/2."""
+"""Cost of a message, in frames (see `Http2Limits.work`), plus one frame per 4 KiB."""
 
 _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
 
 
 Message: TypeAlias = bytes | list[bytes | memoryview]
-"""A message to send; a long one may be in pieces, which are joined once, with the rest of the output."""
+"""A message to send; a long one may be in pieces, which are joined with the rest of the output."""
 
 
 class Call:
@@ -150,7 +150,7 @@ class GrpcConnection:
 
     @property
     def ended(self) -> bool:
-        """Whether the connection is over; only the bytes that `data_to_send` still returns remain to be sent."""
+        """Whether the connection is over once the rest of `data_to_send` has been sent."""
         return self._http.ended
 
     @property
@@ -397,7 +397,7 @@ def read_metadata(headers: Block) -> list[tuple[str, str]]:
 
 
 def read_size(data: bytearray) -> int:
-    """The length of a message with its prefix, or 0 if not known yet; raises ProtocolError with gRPC's code."""
+    """The length of a message with its prefix; 0 if unknown; raises ProtocolError (gRPC's code)."""
     if len(data) < _PREFIX:
         return 0
     if data[0]:
@@ -431,7 +431,7 @@ def _is_one_message(data: bytes) -> bool:
 
 
 def encode_trailers(status: int, message: str = "", *, only: bool = False) -> bytes:
-    """The header block that ends a call; `only` for a response without headers and messages (Trailers-Only)."""
+    """The header block that ends a call; `only`: a response of this block alone (Trailers-Only)."""
     start = [(b":status", b"200"), (b"content-type", b"application/grpc")] if only else []
     text = [(b"grpc-message", quote(message, safe=" ").encode())] if message else []
     return encode([*start, (b"grpc-status", str(status).encode()), *text])

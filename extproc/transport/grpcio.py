@@ -27,8 +27,9 @@ from extproc.transport.tls import Certificates, Pem, make_name
 _LOG = logging.getLogger("loopguard")
 
 _LAST_SECONDS = 1.0
-"""How long an answered call waits for Envoy to end it during shutdown: gRPC closes a connection with its last call, and the
-close may overtake that call's status. Envoy keeps the call open while it waits for the upstream.
+"""How long an answered call waits for Envoy to end it during shutdown. gRPC closes a connection
+with its last call, and the close may overtake that call's status. Envoy keeps the call open while
+it waits for the upstream.
 """
 
 _OPTIONS = [
@@ -102,7 +103,7 @@ class GrpcServer:
         )
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS if there are certificates; returns the address with its real port. Raises LoopguardError."""
+        """Listen, with mutual TLS if there are certificates; returns the real address."""
         # grpc gives no reason if it cannot listen, and would take over a Unix socket in use.
         probe = open_listening_socket(address)
         probe.close()
@@ -120,14 +121,14 @@ class GrpcServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
 
     async def stop(self, grace: float) -> None:
-        """Refuse new streams, end logs and watches, give other streams `grace` seconds, then end them."""
+        """Refuse new streams, end logs and watches, wait `grace` seconds, end other streams."""
         self._is_stopping = True
         for call in self._endless:
             call.cancel()
         await self._server.stop(grace)
 
     async def _check_peer(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
-        """End the call of a client whose certificate has no allowed name; grpc cannot check this in the handshake."""
+        """End the call of a client without an allowed name, unchecked in grpc's handshake."""
         if self._certificates is not None and not self._certificates.admits(
             read_names(context.auth_context())
         ):
@@ -253,7 +254,7 @@ def read_names(properties: Mapping[str, Iterable[bytes]]) -> list[SubjectName]:
 
 
 def _make_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Credentials that follow the files: gRPC calls `fetch` at every handshake, from its own threads."""
+    """Credentials that follow the files: gRPC's threads call `fetch` at every handshake."""
     given = certificates.pem
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:

@@ -23,7 +23,7 @@ COMPRESSION_ERROR: Final = 0x9
 ENHANCE_YOUR_CALM: Final = 0xB
 
 MAX_BLOCK: Final = 65_536
-"""Maximum bytes of a header block and of its fields, counted as in RFC 9113 section 6.5.2; Envoy accepts 60 KiB."""
+"""Maximum bytes of a header block and its fields (RFC 9113 6.5.2); Envoy accepts 60 KiB."""
 
 MAX_FIELDS: Final = 256
 """Maximum number of fields in a block; Envoy accepts 100."""
@@ -63,7 +63,7 @@ _OBJECTS: Final = 300
 """Memory of a field or block, in addition to its bytes."""
 
 _MAX_UPDATES: Final = 2
-"""Maximum number of table size updates at the start of a block: the smallest and the last (RFC 7541 section 4.2)."""
+"""Maximum table size updates at a block's start: the smallest, the last (RFC 7541 4.2)."""
 
 _INTEGER_BITS: Final = 28
 
@@ -199,7 +199,7 @@ class _Model:
 
 
 class Cache:
-    """Names, fields and blocks of all connections, by their encoded bytes; at most `limit` bytes of each.
+    """Names, fields and blocks of all connections by encoded bytes; at most `limit` bytes each.
 
     Without it, decoding the headers of a stream takes ten times as long, 1 us of CPU.
 
@@ -340,7 +340,7 @@ class Decoder:
         return found
 
     def _read_updates(self, block: bytes) -> int:
-        """Apply table size updates at the block's start; returns the position of the first field."""
+        """Apply table size updates at the block's start; returns the first field's position."""
         position = updates = 0
         while position < len(block) and block[position] & _TABLE_SIZE_MASK == _TABLE_SIZE_UPDATE:
             size, position = read_integer(block, position, 0x1F)
@@ -362,7 +362,7 @@ class Decoder:
         return self._cache.fields.get(encoded)
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
-        """Read a new literal field; its name is at `index` of the tables or spelled out, its value begins at `middle`."""
+        """Read a new literal field: its name at `index`, or spelled out, and its value."""
         self.news += 1
         name = self._find(index).name if index else self._read_name(encoded[1:middle])
         field = Field(name, read_string(encoded[middle:]))
@@ -428,7 +428,7 @@ def skip_string(block: bytes, position: int) -> int:
 
 
 def read_string(encoded: bytes) -> bytes:
-    """Decode a string with its length prefix (RFC 7541 section 5.2); raises ProtocolError for malformed Huffman code."""
+    """Decode a string (RFC 7541 section 5.2); raises ProtocolError for malformed Huffman code."""
     _, start = read_integer(encoded, 0, 0x7F)
     text = encoded[start:]
     return decode_huffman(text) if encoded[0] >= _HUFFMAN else text
@@ -469,7 +469,7 @@ def decode_huffman(data: bytes) -> bytes:
 
 
 def _take_last(window: int, have: int) -> tuple[int, str]:
-    """Like `_find_symbol` at the end of the data, which is padded with ones; returns two symbols if they are short."""
+    """Like `_find_symbol` at the end, padded with ones; returns two symbols if they are short."""
     if have < _GLANCE:
         index = (window + 1 << _GLANCE - have) - 1 & _GLANCE_MASK
         length = _GLANCE_LENGTHS[index]
@@ -492,13 +492,14 @@ def _find_symbol(window: int, have: int) -> tuple[int, str]:
     return length, chr(symbol)
 
 
-# The Huffman code (RFC 7541 appendix B) is canonical, so the lengths define the codes. One letter
-# each; "a" is 5 bits.
+# The Huffman code (RFC 7541 appendix B) is canonical, so the lengths define the codes.
+# One letter each; "a" is 5 bits.
 _CODE_LENGTHS: Final = [
     letter - ord("a") + 5
-    for letter in b"isxxxxxxxtzxxzxxxxxxxxzxxxxxxxxxbffhibdgffdgdbbbaaabbbbbbbcdkbhfibccccccccccccccccccccccdc"
-    b"dioijbkabababbbaccbbbabcbaabccccckgjixprpprrrsrssssststtrstssssqrsrsstrqprrssqsrrtqrssqqrq"
-    b"srssprrrsrrsvvporsruvvvwwvtuoqvwwvwtqqvvxwwwptpqrqqsrruuttvsvwvvwwwwwxwwwwwvz"
+    for letter in b"isxxxxxxxtzxxzxxxxxxxxzxxxxxxxxxbffhibdgffdgdbbbaaabbbbbbbcdkbhfibcccccc"
+    b"ccccccccccccccccdcdioijbkabababbbaccbbbabcbaabccccckgjixprpprrrsrsssssts"
+    b"ttrstssssqrsrsstrqprrssqsrrtqrssqqrqsrssprrrsrrsvvporsruvvvwwvtuoqvwwvwt"
+    b"qqvvxwwwptpqrqqsrruuttvsvwvvwwwwwxwwwwwvz"
 ]
 _LONGEST: Final = 30
 _WINDOW: Final = 2 ** (_LONGEST + 8) - 1
@@ -610,7 +611,7 @@ _STATIC: Final = _read_static()
 
 
 def encode(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Encode a header block with literals that are not indexed (RFC 7541 section 6.2.2), valid on every connection."""
+    """Encode headers as literals without indexing (RFC 7541 6.2.2), for every connection."""
     return b"".join(
         b"\0" + _encode_length(len(name)) + name + _encode_length(len(value)) + value
         for name, value in headers

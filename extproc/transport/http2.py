@@ -301,7 +301,7 @@ class Connection:
         return out
 
     def receive(self, data: bytes, now: float = 0.0) -> None:
-        """Start a turn with new data, cut anywhere, or with none to continue; `now` is in seconds."""
+        """Start a turn with new data, cut anywhere, or none to continue; `now` is in seconds."""
         if data and not self.ended:
             self._data = (
                 self._data[self._position :] + data if self._position < len(self._data) else data

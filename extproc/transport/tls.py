@@ -86,7 +86,7 @@ class Certificates:
         return not self._names or not self._names.isdisjoint(names)
 
     def watch(self) -> None:
-        """Watch for rotations in a thread, so that a hanging file system does not delay requests."""
+        """Watch for rotations in a thread, so that a hanging file system delays no request."""
         threading.Thread(target=self._follow, name="certificates", daemon=True).start()
 
     def stop(self) -> None:
@@ -162,10 +162,10 @@ class _ServerContext(ssl.SSLContext):
 
 
 class _Guarded(_ServerContext):
-    """The context for one version of the files; its connections refuse clients that are not allowed."""
+    """The context for one version of the files; it refuses clients that are not allowed."""
 
     def __init__(self, certificates: Certificates) -> None:
-        """Require a client certificate, HTTP/2 and TLS 1.2 or newer; allow one handshake per connection."""
+        """Require a client certificate, HTTP/2 and TLS 1.2; one handshake per connection."""
         super().__init__(certificates)
         self.sslobject_class = _GuardedObject
         self.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -240,7 +240,7 @@ def read_file(flag: str, path: str) -> bytes:
 
 
 def _check_certificate(settings: Settings, pem: Pem) -> float:
-    """Test the certificate with an in-memory handshake; returns when it expires, in seconds since 1970.
+    """Test the certificate with an in-memory handshake; returns its expiry as a Unix time.
 
     Raises UsageError if a client that trusts only this certificate refuses it.
     """

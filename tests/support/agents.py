@@ -173,7 +173,7 @@ def bedrock_agent(job: Job, signature: str | None = None) -> Iterator[Turn]:
 
 
 def react_agent(job: Job) -> Iterator[Turn]:
-    """OpenAI's SDK without tools: actions are lines of text, and observations are messages of the user."""
+    """OpenAI's SDK without tools: actions are lines of text, observations the user's messages."""
     import openai
 
     client = openai.OpenAI(

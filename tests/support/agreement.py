@@ -1,4 +1,4 @@
-"""What the gateway and `loopguard explain` decide about the same conversation, under the preset `agents`."""
+"""What the gateway and `loopguard explain` decide about one conversation, with preset `agents`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask_preset(service: Service, value: object, path: str) -> ProcessingResponse
 
 
 def judge_live(bodies: Sequence[object], path: str) -> list[str]:
-    """What the gateway decides about each of these requests of one caller, in the words of `judge_alone`."""
+    """What the gateway decides about these requests of one caller, in `judge_alone`'s words."""
     service = make_service(AGENTS)
     verdicts = []
     for value in bodies:
@@ -43,7 +43,7 @@ def judge_live(bodies: Sequence[object], path: str) -> list[str]:
 
 
 def judge_alone(value: object, path: str) -> str:
-    """What `explain` decides about one request: an action of the detector `turns`, or the reason why it is not counted."""
+    """What `explain` decides about a request: an action of `turns`, or why it is not counted."""
     request = HttpRequest("POST", path, "host", {"authorization": b"Bearer sk-one"})
     evaluation = looked_into(make_engine(AGENTS), encoded(value), request)
     for _, detector, why in evaluation.list_left_out():

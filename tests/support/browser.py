@@ -58,7 +58,8 @@ _UNREADABLE = """
   while (texts.nextNode()) {
     const text = texts.currentNode, each = text.parentElement;
     if (!text.data.trim() || !each.checkVisibility() || each.closest("script")) continue;
-    const [more, less] = [parse(getComputedStyle(each).color), behind(each)].map(light).sort((a, b) => b - a);
+    const colors = [parse(getComputedStyle(each).color), behind(each)];
+    const [more, less] = colors.map(light).sort((a, b) => b - a);
     const ratio = (more + 0.05) / (less + 0.05);
     if (ratio < 4.5) found.push(`${ratio.toFixed(2)}: ${text.data.trim()}`);
   }
@@ -67,7 +68,8 @@ _UNREADABLE = """
 """
 
 _WIDE = """
-[...document.querySelectorAll("body *")].filter(each => each.getBoundingClientRect().right > innerWidth + 1)
+[...document.querySelectorAll("body *")]
+  .filter(each => each.getBoundingClientRect().right > innerWidth + 1)
   .map(each => each.outerHTML.slice(0, 200))
 """
 

@@ -17,7 +17,7 @@ CHAINS = Chains("p", 3_600, namespace="")
 
 
 class Sent(NamedTuple):
-    """The user's first words, the assistant's turns (messages of one turn are joined by "+"), the newest turn's entry."""
+    """The user's first words, the assistant's turns (messages joined by "+"), the newest entry."""
 
     first: str
     shown: tuple[str, ...]
@@ -73,7 +73,7 @@ class Run:
 def interleave(
     runs: Sequence[Run], how: str, random: Random
 ) -> list[tuple[Run, Sent, list[bytes]]]:
-    """The requests of all runs: run after run (`sequential`), in turn (`lockstep`), or in random order (`random`)."""
+    """The requests of all runs: one by one (`sequential`), in turn (`lockstep`) or mixed."""
     sent = []
     left = list(runs)
     number = 0

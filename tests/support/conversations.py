@@ -75,7 +75,7 @@ PATIENCE = 3
 
 
 class Sent(NamedTuple):
-    """A request: its run, the number of turns made, its body, and whether it is no turn of the agent but a side request."""
+    """A request: its run, turns made so far, its body, and whether it is a side request."""
 
     run: Run
     done: int
@@ -360,7 +360,7 @@ def make_twins(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
 
 
 def interleave(runs: Sequence[Run], how: str, random: Random) -> Iterator[Sent]:
-    """The requests of all runs: run after run (`sequential`), in turn (`lockstep`), or in random order (`random`)."""
+    """The requests of all runs: one by one (`sequential`), in turn (`lockstep`) or mixed."""
     left = [run.send_all(random) for run in runs]
     number = 0
     while left:
@@ -401,7 +401,7 @@ class Verdicts:
 
 
 def shows_loop(data: bytes) -> bool:
-    """The truth: whether the newest turn of a complete history is in a loop that must be refused."""
+    """The truth: whether the newest turn of a complete history is in a loop to refuse."""
     found = ORACLE.compare(Document(data))[1]
     return found is not None and found.looping and not found.notes_only
 

@@ -46,7 +46,8 @@ def theirs(printed: dict[str, Any]) -> dict[str, Any]:
     upstream = printed["static_resources"]["clusters"][1]
     to_upstream = {"cluster": "upstream", "timeout": "0s"}
     manager = {
-        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "@type": "type.googleapis.com/envoy.extensions.filters.network"
+        ".http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "theirs",
         "http_filters": [
             {
@@ -106,7 +107,7 @@ end
 
 
 def choose_late(text: str) -> str:
-    """A filter that sends requests below /late/ to another route after Loopguard's headers phase, as JWT claims do."""
+    """A filter that moves requests below /late/ to another route after the headers phase."""
     made = read_yaml(text)
     (manager,) = find_places(
         made, "static_resources.listeners[].filter_chains[].filters[].typed_config"

@@ -70,7 +70,7 @@ def eventually(probe: Callable[[], T | None], what: str = "it") -> T:
 
 
 def be_patient(configuration: Any) -> None:  # noqa: ANN401  # YAML
-    """Lengthen the timeouts in an Envoy configuration: on a busy machine a late verdict is another verdict.
+    """Lengthen the timeouts in an Envoy configuration: on a busy machine a late verdict differs.
 
     Generated configurations let requests pass after 0.2 s, and hang up on a Loopguard that is
     silent for 0.15 s.

@@ -53,7 +53,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def left_out(path: str, rules: list[str]) -> bool:
-    """Whether .dockerignore excludes a path: the last rule that matches the path or a folder above it decides."""
+    """Whether .dockerignore excludes a path: the last rule for it or a folder above decides."""
     out = False
     for rule in rules:
         pattern = (
@@ -188,7 +188,7 @@ def numbers(user: str) -> dict[str, Any]:
 
 
 def base_python(user: str) -> str:
-    """An interpreter that the image's user can run; that of the tests may be in another user's home."""
+    """An interpreter that the image's user can run; the tests' may be in another user's home."""
     test = "import ensurepip, sys; assert sys.version_info >= (3, 11)"
     for candidate in (
         f"{sysconfig.get_config_var('BINDIR')}/python3",

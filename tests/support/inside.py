@@ -16,8 +16,8 @@ from tests.support.rooms import list_imports
 
 IMPORTED = {
     "": """
-        apis bounded build decision detectors errors logs memory metrics objects options pb reload server settings sockets
-        store
+        apis bounded build decision detectors errors logs memory metrics objects options pb reload
+        server settings sockets store
     """,
     "apis": """
         api bedrock contents conversation excerpt json_rpc lengths locate messages places usage
@@ -47,8 +47,8 @@ IMPORTED = {
         atif files formats limits report transcripts watch work
     """,
     "detectors": """
-        actions alike arguments base canonical causes chain failures keys loops own_answers results schemas
-        tail tool_calls tools turn turns
+        actions alike arguments base canonical causes chain failures keys loops own_answers results
+        schemas tail tool_calls tools turn turns
     """,
     "engine": """
         engine exchange guards handover orders plan ramp recording settlements
@@ -63,12 +63,12 @@ IMPORTED = {
         changes edits narrow steer
     """,
     "operator": """
-        after_notes board budget_rows coverage coverage_rows events
-        incident_table loop_rows overrides probes row_events session_rows session_table sketch standing_orders table
+        after_notes board budget_rows coverage coverage_rows events incident_table loop_rows
+        overrides probes row_events session_rows session_table sketch standing_orders table
     """,
     "operator/admin": """
-        budget_report canary_page client coverage_report credentials html local_token loop_page loop_report overrides
-        pages reports row_commands row_states run_report server session_report
+        budget_report canary_page client coverage_report credentials html local_token loop_page
+        loop_report overrides pages reports row_commands row_states run_report server session_report
     """,
     "operator/canary": """
         pairs report sharing states verdict
@@ -83,8 +83,8 @@ IMPORTED = {
         changing history names rates session_limits
     """,
     "store": """
-        backend care client credentials key_sharing known_refusals link memory pending pushes redis remote replicas
-        rules scripts shard side_connections topology
+        backend care client credentials key_sharing known_refusals link memory pending pushes redis
+        remote replicas rules scripts shard side_connections topology
     """,
     "store/rules": """
         budget chain documents ring root session take_back tree windows
@@ -148,7 +148,7 @@ def write_list(modules: Iterable[str]) -> str:
     lines = ["IMPORTED = {"]
     for room, names in sorted(rooms.items()):
         folded = textwrap.fill(
-            " ".join(names), 120, initial_indent=" " * 8, subsequent_indent=" " * 8
+            " ".join(names), 100, initial_indent=" " * 8, subsequent_indent=" " * 8
         )
         lines += [f'    "{room}": """', folded, '    """,']
     return "\n".join([*lines, "}", ""])

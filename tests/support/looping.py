@@ -15,7 +15,7 @@ from tests.support.engine import ANY
 def several(
     identity: str, *loops: Mapping[str, Any], mode: str = "enforce", **spec: object
 ) -> dict[str, Any]:
-    """A policy with a list of detectors, each with keys replaced; `spec` is added to the policy's spec."""
+    """A policy with a list of detectors, each with keys replaced; `spec` is added to its spec."""
     made = policy(identity, ANY, mode=mode)
     made["spec"] |= {
         "loop_detection": [made["spec"]["loop_detection"] | loop for loop in loops],
@@ -57,7 +57,7 @@ def looping(
 
 
 def chat(times: int, padding: int = 0) -> bytes:
-    """The same with a declared tool whose calls fail, and `size` more bytes in the user's message."""
+    """The same with a declared tool whose calls fail, and `size` more bytes of user text."""
     tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
     said = "go" + "x" * padding
     return looping(times, result="Error: no such file", tool="read", said=said, tools=tools)

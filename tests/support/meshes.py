@@ -78,7 +78,7 @@ def retry_policy(retry: Object) -> Object:
 
 
 def gateway_configuration(text: str, values: Values) -> str:
-    """An Envoy as Envoy Gateway would configure it: the filter is disabled, and enabled on targets."""
+    """An Envoy as Envoy Gateway configures it: the filter is disabled, and enabled on targets."""
     made = without_loopguard(read_yaml(text))
     made_of = objects(values)
     (extension,) = of_kind(made_of, "EnvoyExtensionPolicy")
@@ -96,7 +96,10 @@ def gateway_configuration(text: str, values: Values) -> str:
     removed = [
         {"remove": name} for name in client["spec"]["headers"]["earlyRequestHeaders"]["remove"]
     ]
-    extension_type = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
+    extension_type = (
+        "type.googleapis.com/envoy.extensions.http.early_header_mutation"
+        ".header_mutation.v3.HeaderMutation"
+    )
     manager["early_header_mutation_extensions"] = [
         {
             "name": "envoy.http.early_header_mutation.header_mutation",

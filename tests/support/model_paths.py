@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_VERTEX = "/projects/p/locations/l/publishers"
+_BEDROCK_ARN = "arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Ainference-profile"
+
 MODEL_CALLS = {
     "/v1/chat/completions": "openai",  # OpenAI, vLLM, LiteLLM, Mistral, Together, SGLang, LM Studio
     "/v1/completions": "openai",
@@ -30,17 +33,18 @@ MODEL_CALLS = {
     "/anthropic/v1/messages": "anthropic",  # Envoy AI Gateway, LiteLLM, Azure AI Foundry, DeepSeek
     "/api/v1/messages": "anthropic",  # OpenRouter
     "/api/anthropic/v1/messages": "anthropic",  # Z.ai
-    "/v1/projects/p/locations/l/publishers/anthropic/models/claude-sonnet-4@20250514:rawPredict": "anthropic",  # Vertex AI
-    "/v1/projects/p/locations/l/publishers/anthropic/models/claude-sonnet-4:streamRawPredict": "anthropic",
+    # Vertex AI
+    f"/v1{_VERTEX}/anthropic/models/claude-sonnet-4@20250514:rawPredict": "anthropic",
+    f"/v1{_VERTEX}/anthropic/models/claude-sonnet-4:streamRawPredict": "anthropic",
     "/v1beta/models/gemini-2.5-pro:generateContent": "gemini",
     "/v1beta/models/gemini-2.5-pro:streamGenerateContent": "gemini",
     "/v1beta/models/gemini-2.5-pro%3AgenerateContent": "gemini",  # a client that escapes the colon
     "/v1/models/gemini-2.5-pro:generateContent": "gemini",
     "/genai/v1beta/models/gemini-2.5-pro:streamGenerateContent": "gemini",
-    "/v1beta1/projects/p/locations/l/publishers/google/models/gemini-2.5-pro:generateContent": "gemini",
+    f"/v1beta1{_VERTEX}/google/models/gemini-2.5-pro:generateContent": "gemini",
     "/v1internal:streamGenerateContent": "gemini",  # Code Assist
     "/model/us.anthropic.claude-sonnet-4-20250514-v1%3A0/converse": "bedrock",
-    "/model/arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Ainference-profile%2Fus.anthropic.claude/converse-stream": "bedrock",
+    f"/model/{_BEDROCK_ARN}%2Fus.anthropic.claude/converse-stream": "bedrock",
     "/model/amazon.nova-pro-v1:0/invoke": "bedrock",
     "/bedrock/model/anthropic.claude-sonnet-4/invoke-with-response-stream": "bedrock",  # LiteLLM
     "/api/chat": "ollama",

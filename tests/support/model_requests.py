@@ -232,7 +232,8 @@ def chat_body(*messages: str, model: str = '"m"', more: str = "") -> bytes:
 
 def tool_call(arguments: str = '"{}"', name: str = '"f"', identity: str = '"1"') -> str:
     function = f'{{"name":{name},"arguments":{arguments}}}'
-    return f'{{"role":"assistant","tool_calls":[{{"id":{identity},"type":"function","function":{function}}}]}}'
+    call = f'{{"id":{identity},"type":"function","function":{function}}}'
+    return f'{{"role":"assistant","tool_calls":[{call}]}}'
 
 
 def _result(content: str = '"x"', identity: str = '"1"') -> str:
@@ -257,7 +258,8 @@ _PARTS = '[{"type":"text","text":"x"},{"type":"image","source":{"data":"AAAA"}}]
 _FUNCTION = '"function":{"name":"f","arguments":"{}"}'
 
 
-_PARALLEL = f'{{"role":"assistant","tool_calls":[{",".join([f"""{{"id":"{n}",{_FUNCTION}}}""" for n in range(5_000)])}]}}'
+_CALLS = ",".join([f'{{"id":"{n}",{_FUNCTION}}}' for n in range(5_000)])
+_PARALLEL = f'{{"role":"assistant","tool_calls":[{_CALLS}]}}'
 
 
 Reasons = set[str]

@@ -1,4 +1,4 @@
-"""A night through the real Envoy: three agents loop, a client polls, a tool is down, and others work."""
+"""A night through the real Envoy: agents loop, a client polls, a tool is down, others work."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Scene:
         }
 
     def break_tool(self, rounds: int = 3) -> set[int]:
-        """An outage: six agents of three callers get errors alone from a tool, and continue, also at the other replica."""
+        """An outage: six agents of three callers get only errors, and continue at both replicas."""
         statuses = set()
         for more in range(rounds):
             for task in ("invoice", "lead"):

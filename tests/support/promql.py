@@ -1,4 +1,4 @@
-"""Checks PromQL against the metrics in the code: what an expression reads, and the labels of its result."""
+"""Checks PromQL against the metrics in the code: what it reads, and its result's labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random agents: all APIs, loops and progress, condensed histories, windows, people, retries, parallel runs."""
+"""Random agents: all APIs, loops, progress, condensed histories, people, retries, parallel runs."""
 
 from __future__ import annotations
 

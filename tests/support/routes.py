@@ -1,4 +1,4 @@
-"""Routes and filters that let requests bypass Loopguard, for `check-envoy` and for the real Envoy."""
+"""Routes and filters that let requests bypass Loopguard, for `check-envoy` and real Envoys."""
 
 from __future__ import annotations
 

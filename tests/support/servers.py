@@ -391,7 +391,7 @@ def relay(
 
 
 class Driver:
-    """A store with an event loop of its own, whose keys never collide with another driver's on the same server."""
+    """A store with its own event loop, whose keys differ from other drivers' on the same server."""
 
     _numbers = itertools.count()
 

@@ -151,7 +151,7 @@ def _make_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on one loop, which is reused: a new one takes ten times as long as most messages."""
+    """Run a coroutine on one reused loop: a new one takes ten times as long as most messages."""
     return _make_loop().run_until_complete(coroutine)
 
 

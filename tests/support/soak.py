@@ -1,4 +1,4 @@
-"""Sends requests of new callers, each with session limits and a budget, and prints how many megabytes the process grows.
+"""Sends requests of new callers with session limits and a budget, and prints the growth in MB.
 
 `.venv/bin/python -m tests.support.soak 24000` prints eight lines, one for each eighth of the
 callers.

@@ -1,4 +1,4 @@
-"""Starts Loopguards by fork from a process that has imported the program: imports take nine tenths of a start.
+"""Starts Loopguards by fork, because imports take nine tenths of a start.
 
 A spawner is a fresh interpreter without threads or open files, so nothing but the imports is
 shared. tests/doors/cli starts the command itself.
@@ -38,7 +38,7 @@ class Spawner:
 
 @cache
 def _start_spawners() -> Iterator[Spawner]:
-    """Two that take turns, with different hash seeds: replicas must not agree on a set's order by accident."""
+    """Two that take turns, with different hash seeds, so that replicas differ in order of sets."""
     return cycle([Spawner(), Spawner()])
 
 
@@ -71,7 +71,7 @@ class Spawned:
 
 
 def main() -> None:
-    """Answer questions on stdin, one a line: a start with a process id, a process id with its exit code."""
+    """Answer lines on stdin: a start with a process id, a process id with its exit code."""
     gc.disable()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

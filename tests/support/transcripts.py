@@ -167,7 +167,7 @@ def copy_claude_code(parent: AgentSession, session: AgentSession, calls: int) ->
 
 
 def fork_codex(parent: AgentSession, session: AgentSession, calls: int) -> Lines:
-    """A rollout that starts with copies of its parent's calls: its own head, then all lines at the time of the fork."""
+    """A rollout that starts with its parent's calls: its own head, all lines at the fork's time."""
     if not calls:
         return write_codex(session)
     copied = _take_calls(write_codex(parent), calls, _find_codex_answer)

@@ -341,7 +341,7 @@ def as_text(turns: Sequence[Did], style: Callable[[Did], str]) -> dict[str, Any]
 
 
 def as_observed(turns: Sequence[Did]) -> dict[str, Any]:
-    """Tool calls have thoughts among their arguments, and results are the user's messages, as browser agents do."""
+    """As browser agents: thoughts among a call's arguments, results as messages of the user."""
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Browse."},
         {"role": "user", "content": "Find it."},

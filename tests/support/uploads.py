@@ -1,4 +1,4 @@
-"""Uploads in every form of HTTP: with a length or in chunks, with trailers or without, over HTTP/1.1 or HTTP/2."""
+"""Uploads in every form of HTTP: with a length or chunked, with trailers, over HTTP/1.1 or 2."""
 
 from __future__ import annotations
 

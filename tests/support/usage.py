@@ -45,7 +45,7 @@ HUNG_UP = Reply([hang_up], cut=True, headers={"content-length": "5"})
 
 
 class Model:
-    """An upstream that answers as told, and keeps the newest request's body and accepted encodings."""
+    """An upstream that answers as told, and keeps the newest body and accepted encodings."""
 
     def __init__(self) -> None:
         self.reply = Reply([b"{}"])

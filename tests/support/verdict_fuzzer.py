@@ -129,7 +129,7 @@ def try_tools(dice: Random) -> None:
 def follow(
     turns: Sequence[Turn], detector: Detector, shape: str, *, offers: bool, chained: bool
 ) -> list[str]:
-    """Actions on a conversation whose requests show two results at most; the store knows the others."""
+    """Actions on a conversation whose requests show at most two results; the store has the rest."""
     similarity, model, ring = detector.similarity, Model(), None
     assert isinstance(similarity, Turns)
     kept: Ring | None = ring

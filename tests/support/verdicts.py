@@ -181,7 +181,7 @@ def _fails_alike(turns: list[Turn], times: int) -> bool:
 
 
 def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:
-    """Whether the last turn repeats one shortly before it, and at most one of the last 2t + 2 was never seen before."""
+    """Whether the last turn repeats a recent one, and at most one of the last 2t + 2 is new."""
     thresholds = rules.at(0)
     own = _of(turns[-1], thresholds)
     if (
@@ -342,7 +342,7 @@ class MadeUp:
         return Turn("", "OK, next.", f"Heartbeat {self.people}: anything new?")
 
     def conversation(self, most: int = 44, around: Sequence[int] = ()) -> list[Turn]:
-        """Work, a loop, and sometimes something between its rounds or after it; thresholds in `around` are nearly met."""
+        """Work, a loop, and sometimes a turn inside or after it; `around` is nearly met."""
         dice = self.dice
         unit = [self.turn() for _ in range(dice.choice([1, 1, 1, 1, 2, 2, 3, 4, 5, 7]))]
         turns = [

@@ -1,1 +1,1 @@
-"""Tests that call the code in their own process, in the folders of the package; no server, no Envoy."""
+"""Tests that call the code in their own process, by folder of the package; no server, no Envoy."""

@@ -729,7 +729,7 @@ def watch(place: Place, scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def config_map(place: Place, version: int, identity: str) -> None:
-    """Publish a file as kubelet does: a new directory, then one rename of the `..data` link, then the old one goes."""
+    """Publish as kubelet does: a new directory, one rename of `..data`, the old one goes."""
     new = place.folder / f"..{version}"
     new.mkdir()
     (new / "p.json").write_text(json.dumps(guard(identity)))

@@ -1,6 +1,4 @@
-"""What clients learn about budgets.
-
-`RateLimit` headers of refusals, and the same as metadata of requests that continue.
+"""Budgets as `RateLimit` headers of refusals, and as metadata of requests that continue.
 
 There are no headers for dollars, because their values are whole numbers.
 """
@@ -41,7 +39,7 @@ def _write_rate_limit(
 
 
 def _list_token_limit(subject: BudgetSubject) -> list[tuple[str, str]]:
-    """The same as metadata for the headers `x-ratelimit-*-tokens` of model APIs, with times such as 6m0s."""
+    """The same as metadata for the headers `x-ratelimit-*-tokens`, with times such as 6m0s."""
     minutes, seconds = divmod(subject.reset, 60)
     hours, minutes = divmod(minutes, 60)
     reset = (
@@ -105,7 +103,7 @@ def _find_tightest(budgets: list[BudgetGuard]) -> _Tightest:
 
 
 def describe_budgets(budgets: list[BudgetGuard], decision: Decision) -> dict[str, Any]:
-    """Metadata about the tightest budget, from which Envoy can set response headers; empty if no rule applies.
+    """Metadata about the tightest budget, for response headers; empty if no rule applies.
 
     For a refusal, it has the values of the refusal's headers.
     """
@@ -129,7 +127,7 @@ def describe_budgets(budgets: list[BudgetGuard], decision: Decision) -> dict[str
 
 
 def write_budgets(budgets: list[BudgetGuard], calls: str) -> bytes:
-    """The bytes of `describe_budgets` for a request that simply continues, with SESSIONS; may be empty."""
+    """The bytes of `describe_budgets` for a request that continues, with SESSIONS; may be empty."""
     policy, reserved, tokens = _find_tightest(budgets)
     if reserved is None or reserved.taken is None:
         return write_sessions(calls) if calls else b""

@@ -55,7 +55,7 @@ _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
 _REMOVE_HEADERS: Final = 2
 
 _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
-"""Headers with checksums of the body (RFC 1864, RFC 3230, RFC 9530); removed if the body is edited."""
+"""Headers with the body's checksum (RFC 1864, 3230, 9530), removed if the body is edited."""
 
 _WITHOUT_DIGESTS: Final = b"".join(
     [write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS]
@@ -163,7 +163,7 @@ def _write_part(phase: int, head: bytes, pieces: Pieces, size: int, end: bytes) 
 
 
 def _write_edit(marks: tuple[bytes, ...], warning: str, size: int) -> bytes:
-    """The header mutation for an edited body of this length; a negative size sets no content-length.
+    """The header mutation for an edited body; a negative size sets no content-length.
 
     Envoy compares a body with its content-length, and answers 500 if they differ. It removes the
     content-length from the answer to the headers unless its filter has

@@ -13,7 +13,7 @@ NAMESPACE: Final = "loopguard"
 """The namespace of Loopguard's dynamic metadata."""
 
 SESSIONS: Final = "sessions"
-"""Key of a JSON text for the access log: the request's reservations, and counters that include it."""
+"""Key of a JSON text for the access log: the request's reservations, and counters with it."""
 
 _DYNAMIC_METADATA: Final = 8
 """The field's number in envoy.service.ext_proc.v3.ProcessingResponse."""
@@ -103,7 +103,7 @@ def _encode(text: str) -> bytes:
 
 
 def write_head(number: int, length: int) -> bytes:
-    """The tag and length of a string or message; the field number is at most `_DYNAMIC_METADATA`."""
+    """The tag and length of a string or message; `number` is at most `_DYNAMIC_METADATA`."""
     if length <= _SEVEN_BITS:
         return _TAGS[number] + _LENGTHS[length]
     head = _TAGS[number]

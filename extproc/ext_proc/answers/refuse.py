@@ -185,7 +185,7 @@ def refuse_killed(request: HttpRequest) -> bytes:
 def refuse_blocked(
     plan: Plan, seconds: int, request: HttpRequest, content: Content, subject: Subject
 ) -> bytes:
-    """The immediate response for a request that an operator has blocked for this many more seconds."""
+    """The immediate response for a request that an operator blocks for this many more seconds."""
     status = choose_status(request, content, final=True) if plan.chooses_status else KILLED_STATUS
     return _refuse_stopped(Reason.BLOCKED, status, str(seconds), plan.id, request, content, subject)
 
@@ -237,7 +237,7 @@ def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content
 
 
 def _frame(refusal: Refusal, request: HttpRequest, content: Content, answer: str = "") -> Framed:
-    """Write a refusal in the API's format: as an error or, if given and possible, as the model's answer."""
+    """Write a refusal in the API's format: as an error or, if possible, as the model's answer."""
     question = Question(request, content)
     endpoint, framed = find_endpoint(question), None
     if answer and endpoint.complete is not None:

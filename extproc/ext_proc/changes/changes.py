@@ -1,4 +1,4 @@
-"""Edits a request's body: removes or forbids tools, forbids parallel calls, asks for usage, and adds a note.
+"""Edits a request's body: tools, tool choice, parallel calls, reported usage, and notes.
 
 The table EDITS has a row for each action that edits. Impossible edits are counted, and the request
 continues without them, unless a session's limits forbid all of its tools.

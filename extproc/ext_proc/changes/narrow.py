@@ -480,7 +480,7 @@ def _forbid(api: ToolList) -> bytes:
 
 
 def _find_conversation(patch: Patch, fields: Fields) -> str:
-    """The key of the conversation beside which the body declares tools; empty if there is no conversation.
+    """The key of the conversation beside which the body declares tools; empty if there is none.
 
     Raises:
         NotEdited: there are several, and it is unclear which one the upstream reads.

@@ -128,8 +128,6 @@ def _look_ahead(outcome: Outcome, guard: Compiled) -> tuple[str, str]:
     notes, action, left = guard.foresee(outcome)
     if left:
         when = "At the next repetition" if left == 1 else f"After {left} more repetitions"
-        outlook = (
-            f"{when}, "
-            f"{'tool calls are forbidden' if action is Action.LAND else 'requests will be refused'}."
-        )
+        then = "tool calls are forbidden" if action is Action.LAND else "requests will be refused"
+        outlook = f"{when}, {then}."
     return _AGAIN if notes else "", outlook

@@ -1,7 +1,4 @@
-"""Policies to start from.
-
-`loopguard init` prints them, and `serve` without a policy watches with the first.
-"""
+"""Policies to start from: `loopguard init` prints them, `serve` alone watches with the first."""
 # interpreted: reads files
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The port under attack, over real sockets and on both event loops: one connection does not disturb the others."""
+"""The port under attack, on both event loops: one connection does not disturb the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutual TLS on the port, on both transports, with real certificates, a real Envoy and rotated files."""
+"""Mutual TLS on both transports, with real certificates, a real Envoy and rotated files."""
 
 from __future__ import annotations
 
@@ -525,7 +525,7 @@ POLICIES = bundle(
 
 @contextlib.contextmanager
 def mutual(folder: Path, transport: str, **more: Any) -> Iterator[tuple[Stack, Files, Files]]:  # noqa: ANN401  # of `stack`
-    """Loopguard that lets in `ENVOY` alone, and an Envoy that has its certificate; with the files of both."""
+    """Loopguard that lets in `ENVOY` alone, an Envoy with its certificate, and their files."""
     server, client = issue(folder / "server", SERVER), issue_client(folder, ENVOY)
     flags = on_command_line(of_server(server, ENVOY))
     options = {**of_envoy(client), "failure_mode": "deny", **more}

@@ -1,4 +1,4 @@
-"""Types of Envoy Gateway's objects, from its Go types (`gateway.envoyproxy.io/v1alpha1`) and Gateway API's `ReferenceGrant`.
+"""Types of Envoy Gateway's objects, from its Go types, and Gateway API's `ReferenceGrant`.
 
 Keys that the chart does not use are left out, and so refused. No package has them.
 """
@@ -18,7 +18,8 @@ QUANTITY: Schema = {"type": "string", "pattern": "^[1-9][0-9]*(Ki|Mi|Gi)?$"}
 LIMIT: Schema = {"type": "integer", "minimum": 0, "maximum": 4_294_967_295}
 ATTRIBUTE: Schema = {
     "type": "string",
-    "pattern": r"^(connection\.|source\.|destination\.|request\.|response\.|upstream\.|xds\.route_)[a-z_1-9]*$",
+    "pattern": r"^((connection|source|destination|request|response|upstream)\.|xds\.route_)"
+    "[a-z_1-9]*$",
 }
 
 

@@ -1,4 +1,4 @@
-"""An Envoy configuration with an EnvoyFilter's patches applied, in the forms that the chart uses."""
+"""An Envoy configuration with an EnvoyFilter's patches applied, as the chart uses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT = {
 
 
 def without_loopguard(bootstrap: Object) -> Object:
-    """The bootstrap of `loopguard envoy-config` without Loopguard: what an EnvoyFilter is applied to."""
+    """The bootstrap of `loopguard envoy-config` without Loopguard, for an EnvoyFilter."""
     (listener,) = bootstrap["static_resources"]["listeners"]
     del listener["per_connection_buffer_limit_bytes"]
     manager = http_manager(bootstrap)

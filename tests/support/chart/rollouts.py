@@ -1,4 +1,4 @@
-"""Types of Argo Rollouts' and Flagger's objects, from their Go types (`argoproj.io/v1alpha1`, `flagger.app/v1beta1`).
+"""Types of Argo Rollouts' and Flagger's objects, from their Go types.
 
 Keys that the chart does not use are left out, and so refused. No package has them.
 """

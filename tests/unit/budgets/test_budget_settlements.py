@@ -63,7 +63,7 @@ def test_usage_replaces_the_estimate(told: dict[str, int], used: int) -> None:
 
 
 def reserved(service: Service, text: str, **more: Any) -> int:  # noqa: ANN401  # headers
-    """The tokens reserved for the prompt of a request, which is then given back, as if it never reached the upstream."""
+    """The tokens reserved for the prompt of a request, which is then given back."""
     answer = ask(service, content=chat(text, max_tokens=1), **more)
     tell(service, answer, status=0)
     (policy,) = json.loads(metadata_of(answer)["sessions"])
@@ -285,7 +285,7 @@ class Slow(FailingStore):
         self._answers: list[Any] = []
 
     def waits_for(self, *pending: Pending | None) -> list[Any]:
-        """Make the next calls wait for these, None for no wait; returns the list of their answers."""
+        """Delay the next calls by these (None: no delay); returns the list of their answers."""
         self._waiting = [*pending]
         return self._answers
 

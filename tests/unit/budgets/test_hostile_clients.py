@@ -1,4 +1,4 @@
-"""Random clients that try to pay less: whatever they do, a caller is charged for what its responses report.
+"""Random clients that try to pay less are charged for what their responses report.
 
 A response may report its tokens, stream without usage, or report nonsense; the client may leave;
 the entry in the access log may arrive once, twice, at the other replica, or never.
@@ -131,7 +131,7 @@ REQUESTS = st.lists(
 
 
 class Replicas:
-    """Two replicas on one store, with a daily budget for each caller; callers without a name share one."""
+    """Two replicas on one store, with a daily budget per caller; unnamed callers share one."""
 
     def __init__(self, budget: int, **spec: Any) -> None:  # noqa: ANN401  # keys of a spec
         made = rule(

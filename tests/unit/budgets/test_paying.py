@@ -1,4 +1,4 @@
-"""No request passes a budget without paying: callers without their key are reported, refused, or share a budget."""
+"""Callers without their key are reported, refused, or share a budget; no request is free."""
 
 from __future__ import annotations
 

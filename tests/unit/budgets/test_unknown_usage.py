@@ -1,4 +1,4 @@
-"""What a request reserves before its response reports usage, and pays if that usage is missing or impossible."""
+"""Reservations of requests, and what they pay if usage is missing or impossible."""
 
 from __future__ import annotations
 

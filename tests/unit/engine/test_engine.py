@@ -414,7 +414,7 @@ ONE_STEP: dict[str, Any] = {
 def test_loop_speaks_before_session_before_budget(
     policies: list[dict[str, Any]], said: str, told: str
 ) -> None:
-    """Then a session, whose end is final, then a budget; the order of the policies does not matter."""
+    """Then a session, whose end is final, then a budget, in any order of the policies."""
     service, _ = serve(*policies)
 
     answers = [ask(service, content=chat(word), x_session_id="s") for word in said]

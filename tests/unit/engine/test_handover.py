@@ -1,4 +1,4 @@
-"""Policies that come with a route: named in gRPC metadata, or carried whole in the route's own metadata."""
+"""Policies that come with a route: named in gRPC metadata, or carried in the route's metadata."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ ROUTES: list[tuple[dict[str, Any], list[str], dict[str, float]]] = [
 def test_route_carries_policies(
     route: dict[str, Any], applied: list[str], problems: dict[str, float]
 ) -> None:
-    """Without a path or a route in its selector, a carried policy applies to all requests of the route."""
+    """Without a path or route in its selector, a carried policy applies to the whole route."""
     service = make_service(*LOADED)
 
     ask(service, **route)
@@ -317,7 +317,7 @@ def test_route_carries_policies(
 
 
 def test_carried_policy_replaces_the_loaded_one() -> None:
-    """One id is one policy: on the route only the carried version counts, under the key of the loaded one."""
+    """On the route only the carried version counts, under the loaded one's key."""
     store = RecordingStore()
     service = make_service(
         policy("p", ANY), policy("q", ANY, threshold_identical_requests=100), store=store

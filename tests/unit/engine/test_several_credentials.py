@@ -1,4 +1,4 @@
-"""Requests that show several credentials: each is a caller, so that a junk header makes no new caller of a request."""
+"""Each credential of a request is a caller, so a junk header makes no new caller."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MOST_AT_ONCE = BURST_SECONDS + RESERVE_SECONDS
 def use_up(
     budget: InspectionBudget, tenant: str, now: float, each: float = 0.05, *, shadow: bool = False
 ) -> int:
-    """How many bodies of a tenant are looked into at one moment, each of which takes `each` seconds."""
+    """The number of bodies of a tenant inspected at one moment; each takes `each` seconds."""
     looked = 0
     while budget.allows(tenant, now, shadow=shadow):
         budget.spend(tenant, each, shadow=shadow)
@@ -39,7 +39,7 @@ def run(
     each: float = 0.002,
     seed: int = 0,
 ) -> dict[str, float]:
-    """The shares of the processor that callers get, by those that their bodies would take; `each` takes this many seconds."""
+    """Callers' shares of the processor, by what bodies would take; each takes `each` seconds."""
     chance = random.Random(seed)
     arrivals = [
         (start + chance.uniform(0, seconds), tenant)

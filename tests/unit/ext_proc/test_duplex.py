@@ -56,7 +56,7 @@ _RARE: dict[str, Any] = {"body": "ignore", "threshold_identical_requests": 1_000
 
 
 class Passed(NamedTuple):
-    """What a gateway makes of the answers to one request; `answer` is the refusal, or the first one."""
+    """What a gateway makes of one request's answers; `answer` is the refusal, or the first one."""
 
     status: int
     body: bytes
@@ -67,7 +67,7 @@ class Passed(NamedTuple):
 
 
 class Gateway:
-    """Emulates the data plane of one body mode, as strict as Envoy and as agentgateway are: it refuses any other message."""
+    """Emulates a data plane of one body mode, as strict as Envoy and agentgateway."""
 
     def __init__(self, service: Service, mode: str) -> None:
         self.stream = Stream(service)
@@ -170,7 +170,7 @@ def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
 
 
 def end(last: str, data: bytes) -> ProcessingRequest:
-    """The last message of a request: with its last chunk (`end`), an empty one (`empty`) or trailers (`trailers`)."""
+    """A request's last message: with its last chunk (`end`), an empty one or trailers."""
     return TRAILERS if last == "trailers" else body(data if last == "end" else b"")
 
 

@@ -1,4 +1,4 @@
-"""Edits of bodies are verified and bounded, and a failing edit keeps the decision and the session's metadata."""
+"""Edits are verified and bounded; a failing edit keeps the decision and the metadata."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def repeat(service: Service, data: bytes, path: str = "/v1/x", **more: Any) -> P
 
 
 def steering(**loop: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of loop_detection
-    """A policy that steers from the second request on, whatever is in its body, and counts what sessions cost."""
+    """A policy that steers from the second request on, and counts what sessions cost."""
     made = policy("steer", ANY, **{"action": "steer", "threshold_identical_requests": 2, **loop})
     made["spec"]["session_limits"] = {"max_steps": 1_000}
     return made
@@ -72,7 +72,8 @@ def called(**more: object) -> bytes:
 
 def nested(depth: int, inner: str = '"a"', behind: str = "") -> bytes:
     opening, closing = '[{"type":"tool_result","tool_use_id":"1","content":', f"}}{behind}]"
-    return f'{{"messages":[{{"role":"user","content":{opening * depth}{inner}{closing * depth}}}]}}'.encode()
+    content = f"{opening * depth}{inner}{closing * depth}"
+    return f'{{"messages":[{{"role":"user","content":{content}}}]}}'.encode()
 
 
 def put_note(old: bytes) -> bytes:

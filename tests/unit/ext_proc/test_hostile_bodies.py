@@ -1,4 +1,4 @@
-"""Bodies made to break their readers, through the real service: each gets its one answer, and nothing is raised."""
+"""Bodies made to break their readers: each gets one answer, and nothing is raised."""
 
 from __future__ import annotations
 

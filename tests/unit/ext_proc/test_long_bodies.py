@@ -1,7 +1,4 @@
-"""Bodies above `max_inspect_bytes`.
-
-`turns` reads their ends, whether they are buffered or streamed.
-"""
+"""Bodies above `max_inspect_bytes`: `turns` reads their ends, buffered or streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that are removed from requests: which go, what the choice is then, and that every other byte stays."""
+"""Removed tools: which are removed, the remaining choice, and that every other byte stays."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def expect(
     *,
     called: bool,
 ) -> Any:  # noqa: ANN401  # a Choice
-    """The expected tools and choice, None where it should be refused; `called`: the history has a call."""
+    """The expected tools and choice, None if refused; `called`: the history has a call."""
     _, _, _, auto, none = APIS[api]
     left = [name for name in tools if without is not None and name not in without]
     if not left:
@@ -309,7 +309,7 @@ _TALKS: list[dict[str, Any]] = [{"messages": []}, {"contents": []}, {"input": []
 
 
 class Case(NamedTuple):
-    """A body, the members of the new body that differ (GONE for a removed one), and the tools to remove or keep.
+    """A body, the changed members of the new body (or GONE), and the tools to remove or keep.
 
     Without tools to remove, all go but those to keep. An answer may not call several tools beside a
     scarce one.

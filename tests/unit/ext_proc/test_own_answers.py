@@ -1,4 +1,4 @@
-"""Clients that continue after an answer that Loopguard gave in the model's place: such answers are no turns."""
+"""Clients that continue after Loopguard's answer in the model's place, which is no turn."""
 
 from __future__ import annotations
 

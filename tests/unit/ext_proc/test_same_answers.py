@@ -251,7 +251,7 @@ def make_reading(first: dict[str, Any], second: dict[str, Any]) -> Service:
 
 
 def vary(random: Random, written: dict[str, Any]) -> bytes:
-    """A body as it is, or nearly the same: cut, edited in the middle, reordered, or spelled otherwise."""
+    """A body, or a near copy: cut, edited in the middle, reordered, or spelled otherwise."""
     key = next((key for key in _LISTS if isinstance(written.get(key), list)), "")
     messages = list(written.get(key, ()))
     place = random.randrange(len(messages)) if messages else 0
@@ -294,7 +294,7 @@ def vary(random: Random, written: dict[str, Any]) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", deepen([*range(12), 22], 0, 22))
 def test_known_messages_change_no_answer(seed: int) -> None:
-    """Nothing is known, or earlier requests, or equal and similar messages of other tenants that are read in other ways."""
+    """Nothing known, earlier requests, or equal messages of tenants that are read otherwise."""
     random = Random(seed)
     agents = [Agent(random, f"a{number}") for number in range(3)]
     requests = []

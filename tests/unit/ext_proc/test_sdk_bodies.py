@@ -1,4 +1,4 @@
-"""Edited bodies of real SDKs are requests of the SDK still, with an unchanged beginning, which providers cache."""
+"""Edited bodies of SDKs are valid requests with an unchanged, cacheable beginning."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def split(data: bytes) -> dict[str, bytes]:
 
 
 class Types(NamedTuple):
-    """The SDK's types of tools and of a choice; a choice of `check`, and the same without `check`."""
+    """The SDK's types of tools and of a choice; a choice of `check`, and one without it."""
 
     tools: Any
     choice: Any
@@ -149,7 +149,7 @@ TYPES: dict[str, Callable[[], Types]] = {
 
 
 def narrow(name: str, data: bytes) -> list[ProcessingResponse]:
-    """The answers to a request with three calls of `check`: when only these are counted, and when all calls are."""
+    """The answers to three calls of `check`: when only these are counted, and when all are."""
     sent = headers(PATHS[name], x_team="t", x_session_id="s"), body(data)
     return [decoded(exchange(make_service(limited(**limits)), *sent)[-1]) for limits in NARROWINGS]
 

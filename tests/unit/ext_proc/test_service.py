@@ -310,7 +310,7 @@ def test_partly_buffered_body_is_replaced_where_no_policy_waits(
     ],
 )
 def test_buffer_limit_in_metadata_tells_cut_bodies_apart(told: str, whole: list[int]) -> None:
-    """A body that fits and does not end its stream ends in trailers; a longer one has been cut off."""
+    """A body that fits and does not end its stream ends in trailers; a longer one is cut off."""
     service = make_service(policy("p", ANY))
     counted = []
     for size in (100, 40_000, 100_000, 100_001):
@@ -661,7 +661,7 @@ FUZZED = [
 def test_any_sequence_of_messages_is_answered(
     messages: list[ProcessingRequest], later: bool
 ) -> None:
-    """Every message gets one answer of its own phase, or a refusal; a message of no phase ends the stream."""
+    """Every message gets one answer of its phase, or a refusal; unknown ones end the stream."""
     service = make_service(
         *FUZZED, store=FailingStore("never", later=later), allow_unverified_jwt=True, record=True
     )

@@ -1,4 +1,4 @@
-"""Steering and landing: a landed request has tool calls forbidden, and a note that asks for a final answer."""
+"""Steering and landing: a landed request forbids tools and asks for a final answer."""
 
 from __future__ import annotations
 

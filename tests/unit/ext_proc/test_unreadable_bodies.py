@@ -58,7 +58,7 @@ def _write(shape: str) -> dict[str, Any]:
 
 
 def _mutate(value: Any) -> Iterator[Any]:  # noqa: ANN401  # of JSON
-    """The value with a bad byte and one other wrong value, in turn, at each position, and without each member."""
+    """The value with a bad byte and another wrong value at each place, and without members."""
     yield from (WRONG[0], next(_TURNS))
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -106,7 +106,7 @@ def _policies(uncountable: str) -> list[dict[str, Any]]:
 
 
 def _sum_uncounted(service: Service) -> dict[str, float]:
-    """How many policies did not count a request, by reason; `not_a_call` is not the client's fault."""
+    """The number of policies that did not count, by reason; `not_a_call` is harmless."""
     found = list_uncounted(service)
     found.pop("not_a_call", None)
     return found

@@ -143,7 +143,7 @@ def read_by_protobuf(data: bytes) -> Reading | None:
 
 
 def read_by_hand(data: bytes) -> Reading | None:
-    """What our parser reads in them; fields beside headers and body may be refused when they are read."""
+    """What our parser reads; fields beside headers and body may be refused when read."""
     try:
         message = parse_message(data)
         route, beside = (

@@ -50,7 +50,8 @@ from tests.support.command import fits
 from tests.support.documents import bundle
 
 FOUND = re.compile(
-    r""", not (?:'[^']*'|"[^"]*"|an (?:empty )?(?:array|object)|true|false|null|Infinity|-?\d+(?:\.\d+)?)(?=$|[:,] | \()"""
+    r""", not (?:'[^']*'|"[^"]*"|an (?:empty )?(?:array|object)|true|false|null|Infinity"""
+    r"""|-?\d+(?:\.\d+)?)(?=$|[:,] | \()"""
 )
 
 
@@ -727,7 +728,10 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             [
                 (
                     "/spec/selector/pathExact",
-                    """'*' is matched literally; to match everything below, use "pathPrefix": "/v1/\"""",
+                    (
+                        "'*' is matched literally; to match everything below, "
+                        'use "pathPrefix": "/v1/"'
+                    ),
                 ),
             ],
         ),
@@ -934,7 +938,7 @@ def test_consequences_of_defaults_are_notes(document: object, places: list[str])
     ],
 )
 def test_policies_of_one_shape_get_equal_warnings(document: dict[str, Any]) -> None:
-    """What is said about the first of many policies that differ only in id and selector is said about each."""
+    """A warning about many policies that differ only in id and selector names each of them."""
     several = [{**document, "id": name} for name in "pqr"]
     several.append({"id": "s", "spec": {**document["spec"], "selector": {"pathPrefix": "/b/*"}}})
 

@@ -1,4 +1,4 @@
-"""Namespaces restrict the policies of a folder, and overlaps name policies of different files that meet."""
+"""Namespaces restrict a folder's policies; overlaps name policies of different files."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_ids_of_a_namespace_are_reserved() -> None:
 
 
 def test_aliases_apply_within_their_namespace() -> None:
-    """A team's aliases name callers of its own policies; aliases outside any namespace apply to all."""
+    """A team's aliases apply to its own policies, aliases outside any namespace to all."""
     hashes = [character * 16 for character in "abc"]
     files = {}
     for name, own in (("a", hashes[:2]), ("b", hashes[:1]), ("c", hashes[2:])):

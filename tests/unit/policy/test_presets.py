@@ -1,4 +1,4 @@
-"""Presets do to equal requests what their descriptions and the documentation say, and let others through."""
+"""Presets do what their descriptions and the documentation say, and let others through."""
 
 from __future__ import annotations
 

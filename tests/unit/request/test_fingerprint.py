@@ -81,7 +81,7 @@ def _composite(
 def test_composite_is_as_documented(
     method: str, target: str, body: bytes, descriptors: dict[str, str], composite: str
 ) -> None:
-    """An empty query keeps its slot, an empty body is eight zeros, and without descriptors nothing trails."""
+    """Without a query, body or descriptors: an empty slot, eight zeros, nothing."""
     assert _compose(HttpRequest(method, target), body, descriptors) == composite
 
 

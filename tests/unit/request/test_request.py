@@ -47,7 +47,7 @@ REQUEST = HttpRequest(
     ],
 )
 def test_each_source_of_descriptors_is_read(key: str, name: str, value: str) -> None:
-    """The name is the part after the source; the first of repeated values counts, an empty one is missing."""
+    """The name follows the source; the first of repeated values counts; empty means missing."""
     (found,) = compile_descriptors([key])
 
     assert (found.name, found.read(REQUEST, found.argument)) == (name, value)

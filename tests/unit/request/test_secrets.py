@@ -1,4 +1,4 @@
-"""Which secret a request shows, which names mark a value as secret, and that only keyed hashes are shown."""
+"""Which secret a request shows, which names are secret, and that only hashes are shown."""
 
 from __future__ import annotations
 
@@ -498,7 +498,7 @@ _CHATTING = [
 def test_order_by_secret_finds_caller_and_session(
     made: dict[str, Any], order: dict[str, Any], message: ProcessingRequest, data: dict[str, Any]
 ) -> None:
-    """The secret in an order is hashed as those of requests are; a claim of such a name is no secret."""
+    """An order's secret is hashed as those of requests; a claim of such a name is none."""
     operated = Operated(made, record=True)
     sent = message, body(json.dumps(data).encode())
     before = decoded(exchange(operated.service, *sent)[-1])

@@ -51,7 +51,7 @@ def test_several_messages_share_a_frame(longer: int, frames: int) -> None:
 
 
 def test_single_call_answers_only_its_first_message() -> None:
-    """The others are dropped and hold no memory, and nothing is sent behind the end of the stream."""
+    """The others are dropped, hold no memory, and nothing follows the end of the stream."""
     pool = Pool()
     peer = Peer(pool=pool)
 

@@ -1,4 +1,4 @@
-"""What one peer can make the HTTP/2 core do: work is bounded in every turn, memory always, and floods end."""
+"""What one peer can cost the HTTP/2 core: work and memory are bounded, floods end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def count_steps(work: Callable[[], object]) -> int:
 
 
 def waiting(streams: int) -> Connection:
-    """A connection with this many open streams, and a hundred answers that wait for windows of their own."""
+    """A connection with this many open streams, and a hundred answers waiting for windows."""
     numbers = range(1, 2 * streams, 2)
     connection, _, requests = opened(
         SHUT, *(headers(number) for number in numbers), limits=Http2Limits(patience=10**9)
@@ -161,7 +161,7 @@ def test_floods_end_the_connection(make: Callable[[int], bytes]) -> None:
 
 @pytest.mark.parametrize("answer", [b"b", None], ids=["answered", "given up before"])
 def test_patience_comes_back_with_messages(answer: bytes | None) -> None:
-    """A peer that makes calls is not ended for their frames, even if its own clients always hang up."""
+    """A peer that makes calls is not ended for their frames, even if its clients hang up."""
     peer = Peer(Http2Limits(patience=50))
 
     for number in range(1, 2_000, 2):
@@ -385,7 +385,7 @@ FRAMES = st.one_of(
 
 
 class HostilePeers(RuleBasedStateMachine):
-    """Two peers send anything, their owner answers anything, and a well-behaved third one shares their pool."""
+    """Two peers send anything, the owner answers anything, a third peer behaves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,7 +483,7 @@ class HostilePeers(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded_and_accounted_for(self) -> None:
-        """What each peer holds is within its limits, and counted in the pool; something is always left for the other."""
+        """Each peer's memory is within its limits and counted; the other has some left."""
         for connection in self.connections:
             assert connection.streams <= LIMITS.streams
             assert connection.share.used <= self.pool.limit // 2
