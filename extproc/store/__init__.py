@@ -33,7 +33,7 @@ class SharedDocuments(Protocol):
         seconds: float,
         now: int | None = None,
     ) -> None:
-        """Store a document for `seconds`, replacing any of the same name; raises StoreError if there is no room."""
+        """Store a document, replacing any of the same name; StoreError if there is no room."""
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
         """Remove a document; returns whether it existed."""
@@ -41,7 +41,7 @@ class SharedDocuments(Protocol):
     async def read(
         self, kind: str, subject: str, known: str = "", now: int | None = None
     ) -> Documents | None:
-        """Read all unexpired documents; None if nothing has changed since version `known`, which may be empty."""
+        """Read all unexpired documents; None if nothing has changed since version `known`."""
 
 
 class Store(Protocol):
@@ -60,8 +60,8 @@ class Store(Protocol):
         """Count every hit once. Answers are in the order of the hits.
 
         One call may mix questions: a hit is answered with a `Count`, a step or settlement with a
-            `Standing`, a take with a
-        `Taken`. Takes come last; those in one hash slot are all granted, or all refused.
+        `Standing`, a take with a `Taken`. Takes come last; those in one hash slot are all granted,
+        or all refused.
 
         Raises:
             StoreError: at once or from the awaitable; no other error is raised.
@@ -84,7 +84,9 @@ class Store(Protocol):
         """Documents that replicas and operators share."""
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
-        """Return the secret that all replicas share: the stored one, or else `secret`, which is then stored.
+        """Return the secret that all replicas share: the stored one, or else `secret`.
+
+        In that case, `secret` is stored.
 
         Requests never wait for this. Raises StoreError if the store is unavailable, or has a value
         of another type there.
@@ -114,7 +116,7 @@ _SCHEMES = {
 
 
 def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> Store:
-    """Open the store at `url` with the timeout and password in `settings`; raises UsageError for an invalid URL."""
+    """Open the store at `url`; raises UsageError if the URL is invalid."""
     scheme, separator, _ = url.partition("://")
     if scheme not in _SCHEMES or not separator:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)

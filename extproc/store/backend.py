@@ -1,9 +1,8 @@
 """Sends batches to Redis or Valkey: the calls of a batch become one write to each server.
 
 A batch has one command per script and, on a cluster, per hash tag, so that all keys of a command
-are in one slot. A command
-that a server rejects without running it is sent again: as a whole script (NOSCRIPT), or to another
-    server (MOVED, ASK).
+are in one slot. A command that a server rejects without running it is sent again: as a whole script
+(NOSCRIPT), or to another server (MOVED, ASK).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _ScriptBatch:
-    """Calls of a round trip that share a script and a hash tag, sent as one command, and their positions in the batch."""
+    """Calls of a round trip with one script and hash tag: one command."""
 
     def __init__(self, script: Script, tag: str) -> None:
         self.script = script
@@ -129,7 +128,7 @@ class RedisBackend:
         return batch
 
     async def probe(self) -> None:
-        """Count once for every hash tag of the shard, because a server that cannot write is not healthy.
+        """Count once for every hash tag of the shard: a healthy server can write.
 
         This also looks up which keys the shard has.
         """
@@ -153,10 +152,10 @@ class RedisBackend:
         group: _ScriptBatch | None = None
         tags = self._topology.tags
         for position, call in enumerate(calls):
-            script, tag = call.script, tags[find_part(call.subject.key, len(tags))] if tags else ""
-            if (
-                group is None or group.script is not script or group.tag != tag
-            ):  # else the same group, as usual
+            script = call.script
+            tag = tags[find_part(call.subject.key, len(tags))] if tags else ""
+            # Usually the same group as before
+            if group is None or group.script is not script or group.tag != tag:
                 group = groups.get((script.sha, tag))
                 if group is None:
                     group = groups[script.sha, tag] = _ScriptBatch(script, tag)
@@ -167,14 +166,14 @@ class RedisBackend:
         return [*full, *groups.values()]
 
     async def _connect(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> None:
-        """Open missing connections, then send; raises StoreError if one cannot be opened or is lost."""
+        """Open missing connections, then send; raises StoreError."""
         for group in groups:
             await self._topology.find(group.tag)
         if not self._send(batch, groups):
             raise StoreError("a connection was lost while others were opened", kind="connection")
 
     def _send(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> bool:
-        """Ask all servers at the same time; returns False, with nothing sent, if a connection is not open."""
+        """Ask all servers at the same time, or none if a connection is not open."""
         parts: dict[AnyLink, list[_ScriptBatch]] = {}
         for group in groups:
             link = self._topology.get(group.tag)
@@ -213,7 +212,7 @@ class RedisBackend:
         batch.settle(batch.answers)
 
     async def _resend(self, group: _ScriptBatch, error: RedisError, answers: list[Any]) -> None:
-        """Send a command again that a server rejected without running it; raises StoreError if that is impossible."""
+        """Send a command again that a server rejected without running it."""
         if isinstance(error, NoScriptError):  # a new primary, or SCRIPT FLUSH
             link = await self._topology.find(group.tag)
             [reply] = await link.send(self._pack(group, whole=True), 1)
@@ -224,15 +223,12 @@ class RedisBackend:
             link = await self._topology.at(place)
             [reply] = await link.send(self._pack(group, whole=True), 1)
             _read(group, reply, answers)
-        elif (
-            isinstance(error, AskError) and len(group.list_keys()) == 1
-        ):  # the slot is moving to another server
+        elif isinstance(error, AskError) and len(group.list_keys()) == 1:  # the slot is moving
             link = await self._topology.at(ServerAddress(error.host, error.port))
             _, reply = await link.send(_ASKING + self._pack(group, whole=True), 2)
             _read(group, reply, answers)
-        elif (
-            isinstance(error, AskError | TryAgainError) and len(group.list_keys()) > 1
-        ):  # some keys have moved, some not
+        elif isinstance(error, AskError | TryAgainError) and len(group.list_keys()) > 1:
+            # Some keys have moved, some not.
             link = await self._topology.find(group.tag)
             singles = group.split()
             replies = await link.send(
@@ -261,7 +257,7 @@ class RedisBackend:
 
 
 def write_keys(start: str, keys: Sequence[str]) -> bytes:
-    """Encode prefixed keys as words of a command, as one string: faster than word by word, as hiredis does it."""
+    """Encode prefixed keys as words of a command, as one string, which is faster."""
     width = len(start)
     size, head, words = -1, "", []
     for key in keys:

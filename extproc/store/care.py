@@ -1,11 +1,9 @@
 """Detects servers that have lost their data, and reports whether they persist it.
 
 Counts in windows expire soon anyway. Used budgets, open circuit breakers, blocks and kills must
-survive a restart of the
-server. So each server has a mark: random bytes that the first replica writes, and that never
-    expire. If a replica finds another
-mark than before, the server was emptied, or replaced by an empty one. A starting replica accepts
-the mark that it finds.
+survive a restart of the server. So each server has a mark: random bytes that the first replica
+writes, and that never expire. If a replica finds another mark than before, the server was emptied,
+or replaced by an empty one. A starting replica accepts the mark that it finds.
 """
 # interpreted: waits for a network
 
@@ -37,7 +35,7 @@ _DIGITS: Final = 13
 """A mark is the time in milliseconds, in this many digits, and random hex digits."""
 
 NOTHING, SNAPSHOTS, LOG, UNKNOWN = "nothing", "snapshots", "log", "unknown"
-"""What survives a restart of a server: nothing, the last snapshot, or everything (an append-only log)."""
+"""What survives a restart: nothing, the last snapshot, or everything (an append-only log)."""
 
 _WORST_FIRST: Final = (NOTHING, UNKNOWN, SNAPSHOTS, LOG)
 
@@ -89,7 +87,7 @@ class StoreCare:
                 _LOG.exception("cannot check the store for lost data")
 
     async def look(self, *, asks: bool = True) -> None:
-        """Compare the marks and, if `asks`, read the persistence; an unavailable store is left for the next look."""
+        """Compare the marks and, if `asks`, read the persistence; nothing if the store is away."""
         if self._store is None:
             return
         now = time()
@@ -121,7 +119,7 @@ def _read_time(mark: bytes) -> float:
 
 
 def classify_persistence(info: str, points: str | None) -> str:
-    """What survives a restart, according to `INFO persistence` and the `save` setting, None if it is hidden."""
+    """What survives a restart, by `INFO persistence` and the `save` setting; None if hidden."""
     fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     if "aof_enabled" not in fields:
         return UNKNOWN

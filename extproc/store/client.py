@@ -1,10 +1,9 @@
-"""Connects to servers with redis-py: addresses, TLS, users, credential providers, Sentinel, protocol versions.
+"""Connects with redis-py: addresses, TLS, users, credential providers, Sentinel, protocols.
 
 redis-py never retries here, because a command that was sent may have counted. A failure is a
-StoreError, and the breaker of the
-shard decides when to try again. Nothing here blocks the event loop: names are resolved in threads,
-    and the TLS context, which
-takes 40 ms, is made once at the start.
+StoreError, and the breaker of the shard decides when to try again. Nothing here blocks the event
+loop: names are resolved in threads, and the TLS context, which takes 40 ms, is made once at the
+start.
 """
 # interpreted: waits for a network
 
@@ -145,7 +144,7 @@ def make_access(scheme: str, given: dict[str, Any], *, library: bool = False) ->
 
 
 def _make_context(options: dict[str, Any]) -> RedisSSLContext:
-    """redis-py's TLS context, but with the given CAs instead of the system's, not in addition to them."""
+    """redis-py's TLS context, but with only the given CAs, if any."""
     made = SSLConnection(**options).ssl_context
     context = ssl.create_default_context(
         cafile=made.ca_certs, capath=made.ca_path, cadata=made.ca_data
@@ -242,8 +241,7 @@ async def open_link(pool: ConnectionPool) -> Link:
             raise
         raise _explain_login(error, pool) from None
     # The link now owns the socket, and the writer, which would close the socket when
-    # garbage-collected.
-    # There is no other way
+    # garbage-collected. redis-py has no public way to do this.
     writer, connection._writer, connection._reader = connection._writer, None, None  # noqa: SLF001
     return Link(name_server(pool), writer)
 
@@ -302,7 +300,7 @@ AnyLink: TypeAlias = Link | LibraryLink
 async def exchange(
     pool: ConnectionPool, commands: Sequence[Command] | bytes, number: int | None = None
 ) -> list[RedisReply]:
-    """Send commands, or `number` packed ones, in one write over redis-py's connection; raises StoreError.
+    """Send commands, or `number` packed ones, in one write; raises StoreError.
 
     Returns:
         their replies, including error replies.

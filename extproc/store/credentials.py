@@ -1,4 +1,4 @@
-"""Credentials, which redis-py reads at every connect: a password file, or a user-defined provider."""
+"""Credentials, read at every connect: a password file, or a user-defined provider."""
 # interpreted: waits for a network
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One hash key for all replicas: the first replica puts its own key into the store, and the others use it.
+"""One hash key for all replicas: the first puts its own key into the store, the others use it.
 
 Nothing waits while the store is unavailable. A replica uses a key of its own until it has read the
 shared one. Once a minute it checks that the shared key still exists, and restores it if the store
@@ -24,7 +24,7 @@ _LOOK_SECONDS: Final = 60.0
 
 
 class KeySharing:
-    """One replica's part in sharing the key; `is_shared` says that its key is the one in the store."""
+    """One replica's part; `is_shared` says that its key is the one in the store."""
 
     def __init__(self, key: HashKey, store: Store) -> None:
         self._key = key

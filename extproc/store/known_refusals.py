@@ -1,10 +1,8 @@
-"""Refuses loops without asking the server, while clients repeat them quickly and the next verdict is certain.
+"""Refuses loops without asking the server, while the next verdict is certain.
 
 A refused loop stays refused until its window or cooldown ends, whatever other clients do. While
-this is certain, such a client
-costs the server almost nothing: its requests are added up and sent together ten times a second, so
-    the window is still extended
-and the count still rises.
+this is certain, such a client costs the server almost nothing: its requests are added up and sent
+together ten times a second, so the window is still extended and the count still rises.
 
 The verdict is certain, but the count is not, because other processes count, too. So this process
 answers only after ten refusals of a loop within a second, and only within a tenth of a second of
@@ -105,11 +103,10 @@ class KnownRefusals:
         known.asked += 1
 
     def answer(self, hit: Hit) -> Count | None:
-        """The verdict, if it is certain; the hit is then counted here, and soon reported to the server."""
+        """The verdict, if it is certain; the hit is then soon reported to the server."""
         known = self._known.get(hit.key)
-        if (
-            known is None or known.asked < HAMMERED or known.hit != hit
-        ):  # a different hit: the policy has changed
+        # If the hit differs, the policy has changed.
+        if known is None or known.asked < HAMMERED or known.hit != hit:
             return None
         now = _read_clock()
         if now >= known.until:
@@ -126,14 +123,14 @@ class KnownRefusals:
         return Count(count, True, cooldown, span)
 
     def take_owed(self, hit: Hit) -> int:
-        """The number of refusals not reported yet; the next question to the server must include it."""
+        """The number of refusals not reported yet; the next question must include it."""
         known = self._known.get(hit.key) if self._known else None
         if known is None or known.hit != hit:
             return 0
         return _take_owed(known)
 
     def forget_told(self, lost: Callable[[str], bool]) -> None:
-        """Forget reports under way to a server that failed; `lost` returns whether a key is on that server."""
+        """Forget reports under way to a failed server; `lost`: a key is on that server."""
         for key, known in self._known.items():
             if lost(key):
                 known.told = 0

@@ -1,4 +1,4 @@
-"""The connection on the hot path: commands of many requests go out in one write, and hiredis parses their replies.
+"""The connection on the hot path: many commands in one write, and hiredis for their replies.
 
 This replaces redis-py's connection because every request pays for it. Over redis-py's
 (`LibraryLink`, `?client=redis-py`), the same batches took three times the CPU for one request at a
@@ -83,7 +83,10 @@ class ServerAddress:
 
 
 class ReplyBounds:
-    """Bounds the size of one reply. hiredis allocates memory for every announced element, and buffers strings of any length."""
+    """Bounds the size of one reply.
+
+    hiredis allocates memory for every announced element, and buffers strings of any length.
+    """
 
     def __init__(self) -> None:
         self._line = b"\n"  # the start of the current line, which may be the header of a list
@@ -224,9 +227,7 @@ def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
 def explain_refusal(reply: exceptions.RedisError) -> StoreError:
     """Convert an error reply."""
     text = str(reply)[:_LONGEST_TEXT]
-    if (
-        "unauthenticated" in text
-    ):  # before login, a server limits the length of commands, and reports that instead
+    if "unauthenticated" in text:  # before login, a server limits the length of commands
         return StoreError("NOAUTH Authentication required.", kind="auth")
     nested = _NESTED.search(text)
     meant = [reply] if nested is None else [reply, DefaultParser.parse_error(nested[0])]  # type: ignore[no-untyped-call]

@@ -1,11 +1,10 @@
-"""State in this process: for one replica, and as the reference against which every other store is tested.
+"""State in this process, for one replica; every other store is tested against it.
 
 Bounded in entries and in bytes: beyond `max_entries` or the memory for counts, expired entries are
-    dropped first, then the
-least recently used. Everything is O(1) amortised, and no operation stalls the event loop. Entries
-are spread over many small dicts ("shards"), because growing one dict of a million entries takes 30
-ms, and because finding the oldest entry of a large dict means stepping over the gaps that older
-ones left.
+dropped first, then the least recently used. Everything is O(1) amortised, and no operation stalls
+the event loop. Entries are spread over many small dicts ("shards"), because growing one dict of a
+million entries takes 30 ms, and because finding the oldest entry of a large dict means stepping
+over the gaps that older ones left.
 
 A shard keeps one dict for each lifetime (the window, or a longer cooldown), in order of last use.
 Within such a dict the order of use is the order of expiry, so the front is both the next to expire
@@ -60,7 +59,10 @@ _SWEEP_EVERY: Final = 16
 """Number of insertions between two searches for expired entries, most of which find none."""
 
 _SWEEP: Final = 2 * _SWEEP_EVERY
-"""Maximum number of expired entries to remove from a dict at once: more than were inserted, so sweeping overtakes inserting."""
+"""Maximum number of expired entries to remove from a dict at once.
+
+It is more than were inserted, so sweeping overtakes inserting.
+"""
 
 _MEAN_BYTES: Final = 1_024
 """Memory for each of `max_entries`. A count takes 300 bytes; a log or a ring can take thousands."""
@@ -69,20 +71,22 @@ _OVERHEAD: Final = 176
 """Bytes of an entry beside its key and its state: two objects, and a slot in a dict."""
 
 _PARTS: Final = 4
-"""Of this many parts of the memory, unpacked ledgers and budgets use one, chains one, and entries the rest."""
+"""Unpacked ledgers and budgets use one of this many parts of the memory, chains another."""
 
 _UNPACKED: Final = 4_096
 _UNPACKED_SHARE: Final = 32
 _UNPACKED_BYTES: Final = 40_960
-"""Maximum number of unpacked ledgers, and of unpacked budgets; their share of a small store's entries; and the maximum size of
-one of each."""
+"""Maximum number of unpacked ledgers, and of unpacked budgets; the share of a small store's entries
+that they may be; and the maximum size of each, in bytes."""
 
 _COMPARE_MS: Final = 100
 """How often the calendar is read: reading it takes longer than a rule."""
 
 _RECENT_MS: Final = 60_000
-"""A ledger that let a request through within this time stays unpacked, because with too many sessions, ledgers would only be
-swapped."""
+"""A ledger that let a request through within this time stays unpacked.
+
+With too many sessions, packing and unpacking would cost more than it saves.
+"""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits
 # it. Every entry but a log begins with the time of its last use, and the time until which it is
@@ -238,7 +242,7 @@ class MemoryStore:
         return moment + self._ahead
 
     def _unpack_budget(self, take: Take) -> BudgetState:
-        """Take out the state of a budget, even if it was stored under another lifetime, because of another limit."""
+        """Take out a budget's state, even if another limit stored it under another lifetime."""
         entry = self._take(take.key, take.lifetime_ms)
         if entry is None:
             for lifetime in list(self._shards[hash(take.key) % len(self._shards)]):
@@ -324,7 +328,7 @@ class MemoryStore:
         return halvings
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
-        """Take out a session's ledger, to be changed and put back; None if there is none or it has expired."""
+        """Take out a session's ledger, to be changed and put back; None if there is none."""
         ledger = self._unpacked.use(key)
         if ledger is None:
             entry = self._take(key, limits.idle_ms)
@@ -356,7 +360,7 @@ class MemoryStore:
             self._entries -= 1
 
     def _make_room(self, now: int) -> bool:
-        """Pack the least recently used ledger, unless even that was used recently; returns whether there is room."""
+        """Pack the oldest ledger, unless it was used recently; returns whether there is room."""
         if not self._unpacked:
             return False
         oldest = self._unpacked.find_oldest()
@@ -427,7 +431,7 @@ class MemoryStore:
             self._sweep(now)
 
     def _sweep(self, now: int) -> None:
-        """Remove expired entries from the fronts of one shard; the next call takes the next shard."""
+        """Remove expired entries from the fronts of one shard; the next call takes the next."""
         self._hand = (self._hand + 1) % len(self._shards)
         shard = self._shards[self._hand]
         for lifetime in list(shard):
@@ -443,7 +447,7 @@ class MemoryStore:
                 self._take(key, lifetime)
 
     def _evict(self, shard: _Shard, newest: str) -> None:
-        """Drop the shard's least recently used entry other than the newest, or that of the next shard that has one."""
+        """Drop the least recently used entry other than the newest, in this shard or the next."""
         position = self._hand
         while True:
             fronts = [

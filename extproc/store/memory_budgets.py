@@ -22,7 +22,7 @@ from extproc.store.rules.budget import (
 )
 
 _RECENT_MS: Final = 60_000
-"""A budget used within this time stays unpacked, because with too many callers, budgets would only be swapped."""
+"""A budget used within this time stays unpacked, as in `memory`."""
 
 _MARKERS: Final = 16_384
 """Number of markers of settlements in each generation of the memo. They take 6 MB at most."""
@@ -62,7 +62,7 @@ class MemoryBudgets:
     def __init__(
         self, most: int, unpack: Callable[[Take], BudgetState], pack: Callable[[KeptBudget], None]
     ) -> None:
-        """Start empty, with room for `most` unpacked budgets; `unpack` takes one out of the store, `pack` puts it there."""
+        """Start empty; `unpack` takes a budget out of the store, `pack` puts it there."""
         self._most = most
         self._unpack = unpack
         self._pack = pack
@@ -130,7 +130,7 @@ class MemoryBudgets:
         return budget
 
     def _make_room(self, moment: int) -> bool:
-        """Pack the least recently used budget, unless even that was used recently; returns whether there is room."""
+        """Pack the oldest budget, unless it was used recently; returns whether there is room."""
         if not self._unpacked:
             return False
         oldest = self._unpacked.peek(self._unpacked.find_oldest())

@@ -1,8 +1,8 @@
 """Chains in this process: the state of `rules/chain.py`, bounded in bytes.
 
 The least useful values are dropped first: nodes that all of their conversations have left, then
-    conversations of one node, then
-others. Within each kind, the value that was written longest ago is dropped first.
+conversations of one node, then others. Within each kind, the value that was written longest ago is
+dropped first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MemoryChains:
         return None
 
     def change(self, key: str, change: Callable[[bytes], bytes]) -> None:
-        """Replace a key's value, if there is one, by a value of the same length; its place and expiry do not change."""
+        """Replace a key's value by one of the same length; its place and expiry do not change."""
         for kind in self._kinds:
             if key in kind:
                 kind[key] = change(kind[key])
@@ -66,7 +66,7 @@ class MemoryChains:
             self._on_evicted()
 
     def sweep(self, now: int, turns: int) -> None:
-        """Remove expired values from the front of each kind; `now` in milliseconds, `turns` since the last sweep."""
+        """Remove expired values from the front of each kind; `turns` since the last sweep."""
         for kind in self._kinds:
             for _ in range(_SWEEP * turns):
                 key = next(iter(kind), None)

@@ -9,4 +9,4 @@ from extproc.store.rules.ring import Push
 from extproc.store.rules.root import RootSearch
 
 AnyPush: TypeAlias = Push | ChainLink | RootSearch
-"""A `Push` is answered with the ring's entries, a `ChainLink` with a `Trail`, a `RootSearch` with a list of one root."""
+"""Answered with a ring's entries, a `Trail`, and a list of one root."""

@@ -24,7 +24,7 @@ from extproc.store.remote import RemoteStore
 from extproc.store.topology import ClusterLayout, Layout
 
 TAGS = 16
-"""Default number of hash tags for the keys of a cluster: few commands for each batch, but keys on every primary."""
+"""Default number of hash tags: few commands for each batch, but keys on every primary."""
 
 MAX_TAGS = 256
 """Every key ends in two hex digits, which select its tag."""
@@ -129,12 +129,9 @@ class _StoreUrl:
             raise self.explain(str(error)) from None
 
     def choose_credentials(self, settings: Settings) -> None:
-        """Add the credential provider or, if the URL has no password, the password from the settings."""
-        given, file, name = (
-            self.arguments,
-            settings.store_password_file,
-            self.own.get("credential_provider"),
-        )
+        """Add the credential provider, or the settings' password if the URL has none."""
+        given, file = self.arguments, settings.store_password_file
+        name = self.own.get("credential_provider")
         user = str(given.get("username", ""))
         credentials = FileCredentials(user, file) if file else None
         password = given.get("password") or (settings.store_password if credentials is None else "")
@@ -161,7 +158,7 @@ class _StoreUrl:
 
 
 def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
-    """Open `redis://`, `rediss://` or `unix://`, with `+sentinel` or `+cluster`; see docs/operations.md.
+    """Open `redis://`, `rediss://` or `unix://`, with `+sentinel` or `+cluster`.
 
     Raises:
         UsageError: the URL is invalid.

@@ -122,7 +122,7 @@ class RemoteStore:
         return self._layout.tags
 
     async def start(self) -> None:
-        """Try each server once, so that a wrong address or password is reported at the start, not by the first request."""
+        """Try each server once, so that a wrong address or password is reported now."""
         tried: list[Shard] = []
         while new := [shard for shard in self._shards.values() if shard not in tried]:
             tried += new
@@ -138,9 +138,8 @@ class RemoteStore:
             StoreError: no server counts any of them. If only some do, the awaitable raises
                 PartlyAwayError.
         """
-        if (
-            self._whole and self._only is None
-        ):  # all of a request or nothing; settlements and take-backs are always sent
+        # All of a request or nothing. Settlements and take-backs are always sent.
+        if self._whole and self._only is None:
             for question in hits:
                 if isinstance(question, Hit | Step) or (
                     isinstance(question, Take) and not question.settles
@@ -277,7 +276,7 @@ class RemoteStore:
         self._known_refusals.forget_told(lambda key: self._find(key) is lost)
 
     def _ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
-        """Add calls to the next round trip of each shard that has their keys; raises StoreError if all are unavailable."""
+        """Add calls to the next round trip of each shard; raises StoreError if all are down."""
         if self._only is not None:
             return self._only.ask(calls, finish)
         shares: dict[Shard, list[int]] = {}

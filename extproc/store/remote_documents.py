@@ -1,4 +1,7 @@
-"""Documents in Redis or Valkey: three keys in one hash slot for each subject, written by `rules/documents.lua`."""
+"""Documents in Redis or Valkey: three keys in one hash slot for each subject.
+
+`rules/documents.lua` writes them.
+"""
 # interpreted: waits for a network
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ _SCRIPT = read_script("documents")
 
 
 class RemoteDocuments:
-    """Documents on a server, over connections separate from those of requests; see `SharedDocuments`."""
+    """Documents on a server, over connections of their own; see `SharedDocuments`."""
 
     def __init__(self, connections: SideConnections, check: Callable[[str], None]) -> None:
-        """Use these connections; `check` raises StoreError if the server with a subject is known to be unavailable."""
+        """Use these connections; `check` raises StoreError if a subject's server is unavailable."""
         self._connections = connections
         self._check = check
 
@@ -77,7 +80,7 @@ class RemoteDocuments:
     async def _run(
         self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None
     ) -> RedisReply:
-        """Run the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
+        """Run the script; its last argument is the time in milliseconds, or -1."""
         self._check(subject)
         keys = [
             self._connections.name_key(kind, subject, part)

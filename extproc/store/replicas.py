@@ -25,7 +25,7 @@ _BOARD: Final = "replicas"
 _EVERY_SECONDS: Final = 2.0
 
 KEPT_SECONDS: Final = 10.0
-"""A replica that crashes is counted for this long, so that a few of its writes may be lost or late."""
+"""A replica that crashes is counted for this long, so a few of its writes may be late."""
 
 
 class ReplicaCount:
@@ -64,11 +64,9 @@ class ReplicaWatch:
     async def run(self) -> None:
         """Look periodically until cancelled."""
         while True:
-            if self._is_needed():
-                with suppress(
-                    StoreError
-                ):  # the last number holds; the store reports its failure itself
-                    await self.look(time.monotonic())
+            # The last number holds; the store reports its failure itself.
+            with suppress(StoreError):
+                await self.look(time.monotonic())
             await asyncio.sleep(_EVERY_SECONDS)
 
     async def look(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The scripts of a Redis store: for each its Lua file, the arguments for one key, and the parser of its reply.
+"""The scripts of a Redis store: their Lua files, arguments for one key, and parsed replies.
 
 A script reads and writes any number of keys in one atomic step, so a batch of any size needs few
 commands. Its contract is at the top of its file.
@@ -47,7 +47,7 @@ A script blocks the server for all clients: 1 ms at worst.
 
 
 def write_word(word: str | int | bytes) -> bytes:
-    """Encode one word of a command as a bulk string (RESP, redis.io/docs/latest/develop/reference/protocol-spec)."""
+    """Encode one word of a command as a bulk string (RESP)."""
     raw = word if isinstance(word, bytes) else str(word).encode()
     return b"$%d\r\n%b\r\n" % (len(raw), raw)
 
@@ -112,7 +112,7 @@ class ScriptCall:
 
 
 class CountAnswer:
-    """A script's answer for a counter, and how long a looping verdict would last if nothing more were counted."""
+    """A script's answer for a counter, and how long it holds if nothing more is counted."""
 
     def __init__(self, answer: Count, stands_ms: int) -> None:
         self.answer = answer
@@ -200,7 +200,7 @@ _BUDGET: Final = Script("budget", _read_takes)
 
 
 def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> ScriptCall:
-    """Take from a budget, or settle; `joined`: in one group with the call before; `now` as in `count_call`."""
+    """Take from a budget, or settle; `joined`: in one group with the call before."""
     if take.arguments and now is None and not joined:  # usually
         return ScriptCall(_BUDGET, take, take.arguments, weight=1)
     moment = SERVER_CLOCK if now is None else now

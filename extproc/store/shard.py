@@ -9,9 +9,8 @@
   once, so the caller counts locally. Only probes reach the server until one of them succeeds.
 
 Worst case: a server that hangs delays the requests of that moment by one timeout, and no later
-    ones. A request that was sent
-but not answered may have counted, and is never sent again. Other shards are unaffected: each has
-    its own queue and connections.
+ones. A request that was sent but not answered may have counted, and is never sent again. Other
+shards are unaffected: each has its own queue and connections.
 """
 
 from __future__ import annotations
@@ -33,25 +32,28 @@ from extproc.store.scripts import ScriptCall
 _LOG = logging.getLogger("loopguard")
 
 MAX_BATCH = 256
-"""Maximum number of calls in a round trip: a script call of that size keeps the server busy for under a millisecond."""
+"""Maximum number of calls in a round trip."""
 
 _GATHER_SECONDS = 0.0002
 _GATHER_AT_MOST = 0.004
-"""The pause between two round trips, in seconds: per caller in the last one, times the number of shards; and the maximum.
+"""The pause between two round trips, in seconds, per caller and shard; and the maximum.
 
 The callers are spread over the shards. A round trip costs as much as twenty of its calls, so
 gathering pays above some 5,000 requests a second. Below that, no call waits for others.
 """
 
 _SECOND_LOOK = 0.002
-"""After a deadline, the event loop has this long, in seconds, to read answers that arrived while it was busy."""
+"""After a deadline, the event loop has this many seconds to read answers that have arrived."""
 
 _LAST_LOOK = 0.001
 """A closing shard checks at this interval, in seconds, whether all calls are done."""
 
 _PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Pauses before probes, in seconds. The first probe starts at once, because the failure may be brief. The last pause repeats,
-so a server that is back is found within two seconds."""
+"""Pauses before probes, in seconds.
+
+The first probe starts at once, because the failure may be brief. The last pause repeats, so a
+server that is back is found within two seconds.
+"""
 
 _PROBE_TIMEOUT = 1.0
 _WELL_SECONDS = 10.0
@@ -65,7 +67,7 @@ Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
 
 
 class _Caller(Pending):
-    """One caller, which waits until `deadline`, in seconds of the event loop's clock; `finish` makes its answer."""
+    """One caller, which waits until `deadline`; `finish` makes its answer."""
 
     def __init__(self, calls: list[ScriptCall], finish: Finish, deadline: float) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class Shard:
         self._closed = False
 
     async def start(self) -> None:
-        """Try the server once, so that a wrong address or password is reported at the start, not by the first request."""
+        """Try the server once, so that a wrong address or password is reported now."""
         try:
             await _try_backend(self._backend)
         except StoreError as error:
@@ -134,7 +136,7 @@ class Shard:
             raise _make_unavailable(self.trouble)
 
     def ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
-        """Add calls to the next round trip, and make an answer with `finish`; raises StoreError while the breaker is open."""
+        """Add calls to the next round trip, and make an answer with `finish`; raises StoreError."""
         self.check_open()
         loop = self._loop
         if loop is None:  # asyncio would make a system call each time
@@ -146,7 +148,7 @@ class Shard:
         return waiting
 
     async def retire(self) -> None:
-        """Close, because all keys have moved to other servers; calls under way still get their answers."""
+        """Close, because all keys have moved; calls under way still get their answers."""
         if self.trouble is not None:
             self._recover()
         await self.close()
@@ -212,7 +214,7 @@ class Shard:
         return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
 
     def _finish_batch(self, round_trip: _RoundTrip) -> None:
-        """Answer all callers in one iteration of the event loop, so that their answers to Envoy are sent together."""
+        """Answer all callers at once, so that their answers to Envoy are sent together."""
         self._round_trip = None
         if round_trip.replies.error is not None:
             self._fail(round_trip.replies.error, round_trip.batch)
@@ -238,7 +240,7 @@ class Shard:
                 )
 
     def _expire(self) -> None:
-        """Fail callers whose deadline has passed; a round trip that takes too long is a failure of the server."""
+        """Fail callers whose deadline has passed; a slow round trip is a failure of the server."""
         self._clock = None
         now = asyncio.get_running_loop().time()
         error = StoreError(f"no answer within {self._timeout:g} s", kind="timeout")
@@ -307,5 +309,5 @@ async def _try_backend(backend: RedisBackend) -> None:
 
 
 def _make_unavailable(trouble: StoreError) -> StoreError:
-    """Make a new error for each request: raising the same object repeatedly would make its traceback grow."""
+    """Make an error for each request: the traceback of a shared one would grow."""
     return StoreError(str(trouble), kind="unavailable")

@@ -1,4 +1,4 @@
-"""Commands outside the request path, over redis-py's own connections, so that no request waits for them.
+"""Commands outside the request path, over redis-py's own connections: no request waits for them.
 
 They have a deadline, and are sent again only if a server redirected them without running them.
 """
@@ -58,16 +58,14 @@ class SideConnections:
         return tags[self.find_part(subject)] if tags else ""
 
     async def ask(self, subject: str, commands: Sequence[Command]) -> list[RedisReply]:
-        """Send commands in one write; returns their replies, or raises StoreError, also for an error reply."""
+        """Send commands in one write; raises StoreError, also for an error reply."""
         tag = self._find_tag(subject)
         try:
             async with asyncio.timeout(_SECONDS):
                 replies = await exchange(
                     self._layout.open_pool(await self._layout.locate(tag)), commands
                 )
-                if any(
-                    isinstance(reply, AskError) for reply in replies
-                ):  # their slot has moved, or is moving
+                if any(isinstance(reply, AskError) for reply in replies):
                     await self._layout.learn()
                     replies = await exchange(
                         self._layout.open_pool(await self._layout.locate(tag)), commands

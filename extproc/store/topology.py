@@ -53,7 +53,7 @@ class Layout:
         self.pools = {self.places[""]: pool} if pool is not None else {}
 
     def open_pool(self, place: ServerAddress) -> ConnectionPool:
-        """redis-py's connections to a server; raises StoreError if this layout has no such server."""
+        """redis-py's connections to a server; raises StoreError for an unknown one."""
         if place not in self.pools:
             raise StoreError(
                 f"the server is part of a cluster and redirects to {place}; use redis+cluster://",
@@ -69,7 +69,7 @@ class Layout:
         """Note a redirection: a tag's keys have moved."""
 
     async def learn(self) -> None:
-        """Look up which server has which keys; raises StoreError. redis-py asks Sentinels at every connect."""
+        """Look up which server has which keys; redis-py asks Sentinels at every connect."""
 
     async def close(self) -> None:
         """Close redis-py's connections."""
@@ -92,7 +92,7 @@ class _Node(ClusterNode):
 
 
 class ClusterLayout(Layout):
-    """The layout of a cluster, as its nodes report it: the slot of each tag belongs to one primary."""
+    """The layout of a cluster, as its nodes report it: each slot belongs to one primary."""
 
     def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
         """Start with unknown slots, which any of the seeds can report."""
@@ -124,11 +124,11 @@ class ClusterLayout(Layout):
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
-        """Have redis-py ask one node after another for the slots; raises StoreError if none answers.
+        """Have redis-py ask the nodes for the slots; raises StoreError if none answers.
 
         Any may be first, because a partitioned node has an outdated view. They are asked over
-        separate connections. The URL's
-        nodes are always among them: in Kubernetes, a restart may give every node a new address.
+        separate connections. The URL's nodes are always among them: in Kubernetes, a restart may
+        give every node a new address.
         """
         arguments = {**self.access.arguments, "connection_class": self.access.kind}
         places = dict.fromkeys([*self._known, *self._seeds])
@@ -181,13 +181,13 @@ class ShardServers:
         self._links: dict[ServerAddress, AnyLink] = {}
 
     def get(self, tag: str) -> AnyLink | None:
-        """An open connection to the server with the tag's keys; None if it has to be opened first."""
+        """An open connection to the server with the tag's keys, if there is one."""
         place = self._layout.places.get(tag)
         link = self._links.get(place) if place is not None else None
         return link if link is not None and link.is_usable() else None
 
     async def find(self, tag: str) -> AnyLink:
-        """A connection to the server with the tag's keys, opened if necessary; raises StoreError."""
+        """A connection to the server with the tag's keys; raises StoreError."""
         return await self.at(await self._layout.locate(tag))
 
     async def at(self, place: ServerAddress) -> AnyLink:
@@ -206,7 +206,9 @@ class ShardServers:
         self._layout.move(tag, place)
 
     async def learn(self) -> Sequence[int]:
-        """Look up which server has which keys; returns the numbers of the shard's own tags, 0 for a single server.
+        """Look up which server has which keys; returns the numbers of the shard's own tags.
+
+        That is 0 for a single server.
 
         Raises StoreError.
         """

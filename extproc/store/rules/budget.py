@@ -8,11 +8,10 @@
   spent before, open until).
 
 The takes of one request form a group: if one of them does not fit, none is taken. When the actual
-    cost is known, a
-settlement corrects the bucket or the period from which it was taken, even below zero. The
-settlement of a period that is over has no effect. A settlement may arrive more than once, and at
-several replicas, because Envoy sends access log entries again. Its marker, which is stored for
-`MARKED_MS`, makes it count once.
+cost is known, a settlement corrects the bucket or the period from which it was taken, even below
+zero. The settlement of a period that is over has no effect. A settlement may arrive more than once,
+and at several replicas, because Envoy sends access log entries again. Its marker, which is stored
+for `MARKED_MS`, makes it count once.
 
 A clock may be set back, or may be behind on another server after a failover. Then a bucket does not
 rise for the lost time, a period that begins in the future stays the current one, and a breaker is
@@ -31,7 +30,7 @@ BREAKER: Final = 2
 ALONE: Final = 0
 JOINED: Final = 1
 MARKED: Final = 2
-"""For the script: a take in a group of its own, or in the group of the take before it; or a settlement with a marker."""
+"""For the script: a take in its own group or in that of the one before; a marked settlement."""
 
 SERVER_CLOCK: Final = -1
 """In place of the time: use the server's."""
@@ -42,10 +41,10 @@ GARBAGE_MS: Final = 1_000
 """State expires this many milliseconds later than it could."""
 
 FOREVER: Final = -1
-"""A time that never comes: the end of a breaker that only an operator closes, or of the wait of a request that is too large."""
+"""Never: the end of a breaker that only an operator closes, or of an impossible wait."""
 
 MARKED_MS: Final = 300_000
-"""How long a settlement is remembered, in milliseconds: access log entries are sent again within seconds."""
+"""How long a settlement is remembered, in milliseconds; log entries come again within seconds."""
 
 LOWEST: Final = -3_000_000_000_000_000
 """A level does not fall below this, so that all sums stay exact in the numbers of Lua."""
@@ -126,7 +125,10 @@ class Take:
         return self.start >= 0
 
     def share(self, replicas: int) -> Take:
-        """This take for one of several replicas without a store: each has a share of the limit, and room for this request."""
+        """This take for one of several replicas without a store, with a share of the limit.
+
+        There is always room for this request.
+        """
         least = self.amount + 1 if self.kind == BREAKER else max(1, self.amount)
         limit = min(self.limit, max(self.limit // replicas, least))
         rate = max(min(1, self.rate), self.rate // replicas)
@@ -268,7 +270,7 @@ def _begin_minute(state: BudgetState, take: Take, now: int) -> BudgetState:
 
 
 def find_rate(state: BudgetState, now: int) -> int:
-    """The spending in the last 60 seconds, rounded down; the share of the minute before is an estimate."""
+    """Spending in the last 60 seconds, rounded down; partly an estimate."""
     minute, spent, before, _ = state
     left = MINUTE - max(0, now - minute)
     return spent + before // MINUTE * left + before % MINUTE * left // MINUTE

@@ -1,4 +1,4 @@
-"""Chains: conversations without names, identified by the history in their requests; the rule of `chain.lua`.
+"""Chains: conversations without names, identified by their history; the rule of `chain.lua`.
 
 - A **node** stands for all assistant messages in the history of a request. It has the entries of
   all requests up to there, copied from its parent, so branches share only what they have in common.
@@ -34,7 +34,7 @@ CUT_MS: Final = 120_000
 """Lifetime of a node after all of its conversations have left it, because one may return."""
 
 FIRST_MS: Final = 600_000
-"""Lifetime of a node that may never have a child: the first of a conversation, or one without a known parent."""
+"""Lifetime of a node that may never have a child: a conversation's first, or an unlinked one."""
 
 MAX_NAMES: Final = 32
 """Maximum number of names in the queue of a node; the oldest are dropped."""
@@ -57,7 +57,7 @@ _NONE: Final = bytes(_NAME)
 
 
 class ChainLink(NamedTuple):
-    """One turn of a conversation; all keys end in the same two hex digits as the caller's other keys.
+    """One turn of a conversation; all keys end in the caller's two hex digits.
 
     Attributes:
         key: key of the request's node.
@@ -236,7 +236,7 @@ def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _
 def _find_name(
     node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink
 ) -> tuple[bytes, bool, bool]:
-    """The name of the conversation, empty if unknown; whether it reaches the node now; and whether the request is a fork."""
+    """The conversation's name, if known; whether it reaches the node now; whether it forks."""
     if parent is not None and parent.names:
         return parent.names[:_NAME], True, False
     link = before if parent is None else None
@@ -261,7 +261,7 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
 
 
 def _is_retry(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
-    """Whether a request whose node exists is a retry, not another conversation that is equal so far."""
+    """Whether a request whose node exists is a retry, not an equal conversation."""
     if base is None or base.runs == 0:
         return True
     return (
@@ -318,7 +318,7 @@ def _advance(  # noqa: PLR0913  # all that is known
 
 
 def _leave_common(one: bytes, other: bytes) -> bytes:
-    """The entries of two conversations at one node, from the newest back; entries that differ become empty."""
+    """The newest entries of two conversations at one node; those that differ become empty."""
     pairs = zip(split_entries(one)[::-1], split_entries(other)[::-1], strict=False)
     kept = [entry if entry == others else b"" for entry, others in pairs]
     return b"".join([bytes((len(entry),)) + entry for entry in kept[::-1]])
@@ -328,9 +328,8 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
     """Count a retry or, after `MAX_RETRIES`, another turn at the same node; returns the entries."""
     if node.retries < MAX_RETRIES:
         node.retries += 1
-        *older, newest = split_records(node.entries, 0) or [
-            b""
-        ]  # a conversation's first node has none
+        # A conversation's first node has no entries.
+        *older, newest = split_records(node.entries, 0) or [b""]
         entries = _add(b"".join(older), asked.entry)
         if len(newest) > 1:
             node.entries = entries
@@ -405,14 +404,8 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
         return None
     start = _HEAD_SIZE + names * _NAME
     knot = _Knot(flags, depth, conversation, writer, value[start:])
-    knot.last, knot.life, knot.next, knot.runs, knot.retries, knot.name = (
-        last,
-        life,
-        following,
-        runs,
-        retries,
-        name,
-    )
+    knot.last, knot.life, knot.next = last, life, following
+    knot.runs, knot.retries, knot.name = runs, retries, name
     if names:
         knot.names = value[_HEAD_SIZE:start]
     return knot

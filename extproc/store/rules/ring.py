@@ -1,4 +1,7 @@
-"""Rings: the newest entries of a key, one for each request, kept for some time after the last push; the rule of `ring.lua`."""
+"""Rings: the newest entries of a key, one for each request; the rule of `ring.lua`.
+
+A ring is forgotten some time after its last push.
+"""
 
 from __future__ import annotations
 

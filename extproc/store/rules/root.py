@@ -1,11 +1,12 @@
-"""The root session of an agent whose requests name only its parent, as opencode's do; the rule of `root.lua`.
+"""The root session of an agent whose requests name only its parent; the rule of `root.lua`.
+
+opencode's agents do so.
 
 A step of a session can include the search, which then needs no round trip of its own: see
-    `session.move_step`.
+`session.move_step`.
 
 The first search decides: an agent's root never changes, whatever later requests claim. So each
-    search looks only at the parent,
-not at the parent's parents, and cycles cost nothing.
+search looks only at the parent, not at the parent's parents, and cycles cost nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RootSearch(NamedTuple):
 
 
 def find_root(own: bytes | None, parents: bytes | None, asked: RootSearch) -> bytes:
-    """The agent's root session, given the values of its own key and its parent's; it is the new value of its own key."""
+    """The agent's root session, given its own value and its parent's; it is its new value."""
     return own or parents or asked.parent
 
 

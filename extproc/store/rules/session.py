@@ -1,15 +1,13 @@
-"""What a session has used, and whether its limits allow more: pure, exact, with `now` as an argument in milliseconds.
+"""What a session has used, and whether its limits allow more: pure, with `now` in milliseconds.
 
 Each session has a ledger. A request of the session asks for a `Step`; a `Settlement` reports its
 outcome later. Money is counted in nano-dollars, 1e-9 $.
 
 Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed
-value, the same in all stores
-except for the byte order of numbers: a head, the identities of the newest requests, reservations
-    for calls that are not
-settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the
-newest tool calls. A new ledger takes 180 bytes, and any ledger 10 KB at most, plus its tools'
-names.
+value, the same in all stores except for the byte order of numbers: a head, the identities of the
+newest requests, reservations for calls that are not settled, the number of calls of each tool, the
+tools' names, marks of the newest histories, and the newest tool calls. A new ledger takes 180
+bytes, and any ledger 10 KB at most, plus its tools' names.
 
 The cost of a request is known when it has been answered. Until then it reserves the average cost of
 the session's answers or, before the first, the request's own estimate. So concurrent requests
@@ -50,8 +48,7 @@ ledger does not recognize: it knows no id among the newest 512 calls, and does n
 as it was before its last turn.
 
 A ledger is forgotten some time after the last request that was let through; refused requests do not
-prolong it. If the clock is
-set back, the same happens as to rings: see `ring.push`.
+prolong it. If the clock is set back, the same happens as to rings: see `ring.push`.
 """
 
 from __future__ import annotations
@@ -94,8 +91,9 @@ KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
 
 NANO_DOLLARS: Final = 10**9
 RECORD: Final = 15
-"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4), and the
-number of steps since the call before it (1): 0 in the same answer, and 255 for any more."""
+"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and
+arguments (4), and the number of steps since the call before it (1): 0 in the same answer, and 255
+for any more."""
 
 NO_ID: Final = bytes(6)
 """The id of a call without an id."""
@@ -108,8 +106,12 @@ The next one is a step, which may be repeated as often.
 
 OFFERS_TOOLS: Final = 1
 OFFERS_NONE: Final = 2
-"""Whether a request offers tools. In a session whose agent has tools, a request without tools is a side request, such as for a
-title, a router or a summary. It counts as a repetition of the newest step, so their number per step is limited likewise."""
+"""Whether a request offers tools.
+
+In a session whose agent has tools, a request without tools is a side request, such as for a title,
+a router or a summary. It counts as a repetition of the newest step, so their number per step is
+limited likewise.
+"""
 
 SUCCEEDED: Final = 0
 FAILED: Final = 1
@@ -119,11 +121,14 @@ REFUSED: Final = 2
 """Another guard of Loopguard refused it, so it was not a step."""
 
 WITHDRAWN: Final = 4
-"""Its client left, or another filter of Envoy refused it, before it was forwarded: it was neither a step nor a refusal."""
+"""Its client left, or Envoy refused it, before it was forwarded: neither a step nor a refusal."""
 
 JOINED: Final = 5
-"""The conversation that it began has continued, so it is no longer a request without a session. The settlement has the first
-`CONVERSATION` bytes of the call's name, and the cost that the ledger may already have settled."""
+"""The conversation that it began has continued, so it is no longer a request without a session.
+
+The settlement has the first `CONVERSATION` bytes of the call's name, and the cost that the ledger
+may already have settled.
+"""
 
 CONVERSATION: Final = 8
 """Bytes of a call's name that name the conversation, if the call begins one."""
@@ -344,12 +349,7 @@ class Standing:
         crowded: bool = False,  # noqa: FBT001, FBT002  # a field
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
-        tokens: Tokens = (
-            0,
-            0,
-            0,
-            0,
-        ),  # not a constant: compiled classes have signatures only with literals
+        tokens: Tokens = (0, 0, 0, 0),  # compiled classes need literals in signatures
         model_ms: int = 0,
         failures: int = 0,
         tree: TreeStanding | None = None,
@@ -393,7 +393,8 @@ class Standing:
 
     def __repr__(self) -> str:
         """All fields with their names, because there are many."""
-        return f"Standing({', '.join(f'{name}={value!r}' for name, value in zip(_SHOWN, self._list(), strict=True))})"
+        shown = zip(_SHOWN, self._list(), strict=True)
+        return f"Standing({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
     def _list(self) -> tuple[object, ...]:
         counted = (
@@ -423,18 +424,8 @@ _SHOWN: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
-    *(
-        "killed",
-        "age_ms",
-        "crowded",
-        "retry",
-        "tools",
-        "tree",
-        "tokens",
-        "model_ms",
-        "failures",
-        "root",
-    ),
+    *("killed", "age_ms", "crowded", "retry", "tools", "tree"),
+    *("tokens", "model_ms", "failures", "root"),
 )
 
 
@@ -448,14 +439,16 @@ A hit is answered with a `Count`, the others with a `Standing`.
 # byte order.
 _VERSION: Final = 5
 _HEAD: Final = struct.Struct("<BQQQQQQQQQQIIIIIIIIBBBBBBHH")
-"""Version; last, began, cost, estimated, reserved; tokens, of four kinds; model_ms; steps, tool_calls, narrowed_at, blocks,
-consecutive_blocks, consecutive_errors, paid, failures; killed, renewed, halvings; and the numbers of identities, reservations,
-tools, bytes of tools' names, and marks."""
+"""Version; last, began, cost, estimated, reserved; tokens, of four kinds; model_ms; steps,
+tool_calls, narrowed_at, blocks, consecutive_blocks, consecutive_errors, paid, failures; killed,
+renewed, halvings; and the numbers of identities, reservations, tools, bytes of tools' names, and
+marks."""
 
 _HEAD_SIZE: Final = _HEAD.size
 _RESERVATION: Final = struct.Struct("<16s8sQQIIB")
-"""The call's name and identity; when it was reserved, and how much; and what a take-back restores: ms since the step before it,
-consecutive blocks, and two bits: it was a retry; it was the first step after all tool calls were used up."""
+"""The call's name and identity; when it was reserved, and how much; and what a take-back restores:
+ms since the step before it, consecutive blocks, and two bits: it was a retry; it was the first step
+after all tool calls were used up."""
 
 _RESERVED: Final = _RESERVATION.size
 _Reservation: TypeAlias = tuple[bytes, bytes, int, int, int, int, int]
@@ -465,11 +458,11 @@ _NARROWED: Final = 2
 _TOOL: Final = struct.Struct(">4sI")
 _COUNTED: Final = _TOOL.size
 _BEGUN: Final = struct.Struct("<QQI")
-"""When the newest of a tenant's sessions began, when the first did, and the number of sessions since then."""
+"""When a caller's newest session began, when the first did, and the number since then."""
 
 _IDENTITY: Final = 8
 _REPEATED: Final = _IDENTITY + 1
-"""Bytes of an identity and of the number of its repetitions since it was a step, plus `_OFFER` times what it offered."""
+"""Bytes of an identity and of its repetitions since the step, plus `_OFFER` times the offer."""
 
 _OFFER: Final = 64
 
@@ -492,15 +485,17 @@ KNOWN: Final = RECORD - (_NAME - _ID)
 
 _RECORDS: Final = 256
 MAX_RECORDS: Final = 512
-"""A session's newest `_RECORDS` tool calls are recognized, or more if a limit is higher. A history's newest `MAX_RECORDS` are
-examined individually."""
+"""A session's newest `_RECORDS` tool calls are recognized, or more if a limit is higher.
+
+A history's newest `MAX_RECORDS` are examined individually.
+"""
 
 _FEW: Final = 16
 _SPARE_RECORDS: Final = 64
 _MARK: Final = 8
 _MARKS: Final = 256
 _NEWEST_MARKS: Final = 4
-"""Number of histories to try first: most requests continue one of these, because a session's agents take turns."""
+"""Number of histories to try first: most requests continue one of these, as agents take turns."""
 
 _MONEY: Final = LIMITS.index("max_cost_per_session")
 _MAX_SHOWN: Final = 2**16 - 1
@@ -518,13 +513,12 @@ _MOST_HALVINGS: Final = 6
 
 
 def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, int]:
-    """Begin a session of a tenant; returns the new packed state, and how often the session's idle time is halved.
+    """Begin a session of a tenant; returns the new state, and how often its idle time is halved.
 
     If a tenant begins more than `max_sessions` within `idle_ms`, each later session is kept for
     about the time in which the tenant begins that many. So the oldest idle sessions go first, and
-    about `max_sessions` are kept. Sessions that were refused
-    or killed, or have used up a limit, are kept for `idle_ms`: they must not end because of new
-        ones.
+    about `max_sessions` are kept. Sessions that were refused or killed, or have used up a limit,
+    are kept for `idle_ms`: they must not end because of new ones.
     """
     began, count = now, 0
     if state is not None:
@@ -618,9 +612,8 @@ class Ledger:
             self._unpack(state)
 
     def _unpack(self, state: bytes) -> None:
-        identities: (
-            int  # declared, because struct has no types, and slicing with untyped numbers is slow
-        )
+        # Declared, because struct has no types, and slicing with untyped numbers is slow.
+        identities: int
         reservations: int
         tools: int
         names: int
@@ -781,7 +774,7 @@ class Ledger:
         return self._describe(now, 0, 0, 0, b"", unknown)
 
     def _sort_out(self, asked: Step, times: int) -> bytes:
-        """Tell side requests from steps; returns the identity of the repeated step, or the request's own."""
+        """Tell side requests from steps; returns the identity of the step, or the request's own."""
         if asked.offer != OFFERS_NONE and self.steps > MAX_RETRIES_PER_STEP:
             return asked.identity  # as for nearly all requests
         has_tools = False
@@ -831,7 +824,7 @@ class Ledger:
         self.marks = (marks + mark)[-_MARKS * _MARK :]
 
     def _pick_new(self, asked: Step, calls: bytes) -> tuple[bool, bytes]:
-        """Whether all calls of a history are new, and those of its newest calls that are; see the top of this file."""
+        """Whether all calls are new, and which of the newest are; see the top of this file."""
         size, newest = len(calls), len(self.marks) - _MARK
         for at in range(newest, max(-1, newest - _NEWEST_MARKS * _MARK), -_MARK):
             end = self._find_mark(asked, calls, at)
@@ -871,7 +864,7 @@ class Ledger:
         return self.tool_calls * KNOWN > len(self.records)
 
     def _find_end(self, asked: Step, calls: bytes, *, lasting: bool) -> int:
-        """The end, in a history's newest calls, of those that are known by their position; -1 if none are.
+        """The end of the calls that are known by their position; -1 if none are.
 
         Args:
             asked: the request.
@@ -894,7 +887,7 @@ class Ledger:
         )
 
     def _find_mark(self, asked: Step, calls: bytes, at: int) -> int:
-        """The end, in a history's newest calls, of the history that the mark at `at` describes; -1 if they do not match."""
+        """The end of the history that the mark at `at` describes; -1 if they do not match."""
         end = (
             len(calls)
             - (len(asked.calls) // RECORD - _read_number(self.marks, at, at + 2)) * RECORD
@@ -909,7 +902,7 @@ class Ledger:
         return _find(self.marks, _write_mark(shown, total), _MARK) >= 0
 
     def _are_newest(self, number: int, calls: bytes) -> bool:
-        """Whether `number` calls, the newest of which are `calls`, are the newest that were counted."""
+        """Whether `number` calls, which end in `calls`, are the newest that were counted."""
         known = len(self.records) // KNOWN
         length = min(number, known)
         if length > len(calls) // RECORD or (number > known and not self._forgot()):
@@ -921,9 +914,8 @@ class Ledger:
         return total == add_up(calls[len(calls) - length * RECORD :])
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
-        missing: set[bytes] | None = (
-            None  # tools with limits of their own, for which others leave room
-        )
+        # Tools with limits of their own, for which others leave room
+        missing: set[bytes] | None = None
         names: dict[bytes, str] = {}
         for tool, number in numbers.items():
             at = _find(self.counts, tool, _COUNTED)
@@ -950,8 +942,9 @@ class Ledger:
                 self.names += pack_name(names.get(tool, ""))
                 missing.discard(tool)
 
-    def _find_limit(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
-        """The limit that refuses a request, an index into `LIMITS`; its used and allowed amounts; the tool that it is about."""
+    # A limit each
+    def _find_limit(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911
+        """The limit that refuses a request, its used and allowed amounts, and its tool."""
         limits = asked.limits
         if self.killed:
             by_blocks = self.killed == 1
@@ -980,9 +973,8 @@ class Ledger:
                 return 6, equal, limits.threshold, tool
         return 0, 0, 0, b""
 
-    # A bit of what is stored
-    def _may_continue(self, limits: Limits, retry: bool) -> bool:  # noqa: FBT001
-        """Whether a session without tool calls left may continue: with tools that have limits of their own, or to finish."""
+    def _may_continue(self, limits: Limits, retry: bool) -> bool:  # noqa: FBT001  # as stored
+        """Whether a session without tool calls left may continue, or finish."""
         if limits.finishes:
             return retry or not self.narrowed_at
         if not limits.narrows or (
@@ -1003,7 +995,7 @@ class Ledger:
         return int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) if at >= 0 else 0
 
     def _find_loop(self, calls: bytes, newest: int, limits: Limits) -> tuple[int, bytes]:
-        """Find a call of the newest step that is repeated too often; returns how often, or 0 for none, and its tool.
+        """Find a call of the newest step that is repeated too often: how often, or 0, and its tool.
 
         It is compared with the steps of the history and, if these are few, those of the ledger.
         """
@@ -1107,7 +1099,7 @@ class Ledger:
             self.paid = min(self.paid + 1, _MAX)
 
     def _take_back(self, identity: bytes, begun: int, quiet: int, blocks: int, bits: int) -> None:
-        """Undo a step as if it had not been let through; consecutive refusals before and after it add up."""
+        """Undo a step; consecutive refusals before and after it add up."""
         self.consecutive_blocks = min(self.consecutive_blocks + blocks, _MAX)
         if self.last == begun:
             self.last -= quiet
@@ -1165,7 +1157,7 @@ def _read_number(joined: bytes, start: int, end: int) -> int:
 
 
 def _find(joined: bytes, start: bytes, width: int) -> int:
-    """The offset of the first item with this start among items of one width; -1 if there is none."""
+    """The offset of the first item with this start among items of one width; -1 for none."""
     if not joined:
         return -1
     at = joined.find(start)
@@ -1211,7 +1203,7 @@ def add_up(calls: bytes) -> int:
 
 
 def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
-    """The number of calls of each tool before those that are examined individually, for the tools that may have room."""
+    """Calls of each tool before those that are examined individually, for tools with room."""
     most = len(asked.calls) - len(cut_calls(asked))
     if not most:
         return []
@@ -1244,10 +1236,10 @@ def pack_name(name: str) -> bytes:
 
 
 _STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQQQQQQIB")
-"""Limit, killed, crowded, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
-estimated, reserved, age_ms; tokens, of four kinds; model_ms, failures; and the number of tools that follow, packed as in a
-ledger. If `crowded` has the bit `_IN_TREE`, the tree's answer stands before them; then, with the bit `_OF_ROOT`, the root."""
-
+"""Limit, killed, crowded, retry, tool, used, allowed; steps, tool_calls, blocks,
+consecutive_blocks, consecutive_errors; cost, estimated, reserved, age_ms; tokens, of four kinds;
+model_ms, failures; and the number of tools that follow, packed as in a ledger. If `crowded` has the
+bit `_IN_TREE`, the tree's answer stands before them; then, with the bit `_OF_ROOT`, the root."""
 _CROWDED: Final = 1
 _IN_TREE: Final = 2
 _OF_ROOT: Final = 4
@@ -1270,17 +1262,8 @@ def read_standing(answer: bytes) -> Standing:
         raise ValueError from None
     if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
         raise ValueError
-    (
-        steps,
-        tool_calls,
-        blocks,
-        consecutive_blocks,
-        consecutive_errors,
-        cost,
-        estimated,
-        reserved,
-        age,
-    ) = amounts[:9]
+    steps, tool_calls, blocks, consecutive_blocks, consecutive_errors = amounts[:5]
+    cost, estimated, reserved, age = amounts[5:9]
     given, taken, read, written, model_ms, failures = amounts[9:]
     tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
@@ -1313,49 +1296,30 @@ _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIIQ")
 _ENDS: Final = 2
 _OFFERED: Final = 4
 _FINISHES: Final = 16
-"""Flags of a question, beside 1 for `Limits.narrows`; `_OFFERED` is the factor of what the request offers."""
+"""Flags of a question, beside 1 for `Limits.narrows`; `_OFFERED` is the factor of the offer."""
 
 _STEP: Final = 3
 """The kind of question, beside the outcomes of settlements."""
 
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]:
-    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, place.
+    """Pack a question: head, tools with limits, names, newest calls, tools of older calls, place.
 
     A settlement has its tokens and `model_ms` where a step has its last numbers.
     """
-    limits, grants, limited, names, calls, older, tree = (
-        asked.limits,
-        (0, 0, 0),
-        b"",
-        b"",
-        b"",
-        b"",
-        b"",
-    )
+    limits, grants = asked.limits, (0, 0, 0)
+    limited = names = calls = older = tree = b""
     flags = limits.narrows + _ENDS * limits.ends + _FINISHES * limits.finishes
     if isinstance(asked, Settlement):
-        kind, estimated, identity, money = (
-            asked.outcome,
-            asked.estimated,
-            b"",
-            min(asked.cost, MAX_MONEY),
-        )
+        kind, estimated, identity = asked.outcome, asked.estimated, b""
+        money = min(asked.cost, MAX_MONEY)
         records, earlier, shown, newest = asked.tokens
         total = asked.model_ms
     else:
-        kind, estimated, identity, money = (
-            _STEP,
-            False,
-            asked.identity,
-            min(asked.reserve, MAX_RESERVE),
-        )
-        records, shown, newest, total = (
-            count_records(asked),
-            len(asked.calls) // RECORD,
-            asked.newest,
-            asked.total,
-        )
+        kind, estimated, identity = _STEP, False, asked.identity
+        money = min(asked.reserve, MAX_RESERVE)
+        records, shown = count_records(asked), len(asked.calls) // RECORD
+        newest, total = asked.newest, asked.total
         earlier, tree = asked.earlier, pack_tree(asked.tree) + pack_search(asked.search)
         grants, calls, flags = asked.grants, cut_calls(asked), flags + _OFFERED * asked.offer
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])

@@ -1,4 +1,4 @@
-"""Removes a request whose upstream failed from the counts that include it; the rule of `take_back.lua`.
+"""Removes a request whose upstream failed from its counts; the rule of `take_back.lua`.
 
 A window loses one request, the node of a chain one retry. Their start and end do not change.
 """

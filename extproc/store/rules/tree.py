@@ -1,9 +1,8 @@
-"""The agents below a root session, and whether another one may begin: pure, exact, with `now` as an argument in milliseconds.
+"""The agents below a root session, and whether another one may begin; `now` in milliseconds.
 
 A tree belongs to a ledger: it is read and changed in the same step, and ends with it. An agent is
-    identified by a digest of its
-name. An admitted agent is never refused by these limits later. A refused agent is not stored, so
-refusals take no memory.
+identified by a digest of its name. An admitted agent is never refused by these limits later. A
+refused agent is not stored, so refusals take no memory.
 
 An agent directly below the root has depth 1, any other one more than its parent. Its depth is
 computed when it begins. An unknown parent (forged, forgotten, or the agent itself) is taken to be
@@ -225,7 +224,7 @@ class Tree:
         return min(depth + 1, _MAX_DEPTH)
 
     def _find_limit(self, depth: int, limits: AgentLimits, now: int) -> tuple[int, int, int]:
-        """The limit that refuses another agent, a place in `AGENT_LIMITS`; its used and allowed amounts."""
+        """The limit that refuses another agent, or -1; its used and allowed amounts."""
         if 0 <= limits.depth < depth:
             return 0, depth, limits.depth
         if 0 <= limits.agents <= self.agents:
@@ -243,7 +242,7 @@ class Tree:
         return (3, spawns, limits.spawns) if 0 <= limits.spawns <= spawns else (-1, 0, 0)
 
     def _list_newest(self, since: int) -> list[tuple[int, int]]:
-        """When agents with a request after `since` began, and when their newest requests came; the newest request first."""
+        """When agents began and were last active, since then; the newest request first."""
         found: list[tuple[int, int]] = []
         for agent in reversed(self.recent.values()):
             if agent.last <= since:

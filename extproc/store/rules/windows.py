@@ -21,7 +21,7 @@ from bisect import bisect_right
 from typing import TypeAlias
 
 Tally: TypeAlias = tuple[int, int, int, int]
-"""The state of `sliding_ttl` and `fixed`: count, first, last, cooling_until; times in milliseconds of the store's clock."""
+"""Of `sliding_ttl` and `fixed`: count, first, last, cooling_until; times in milliseconds."""
 
 _LOG_END = struct.Struct("=qq")
 _LOG_TIME = struct.Struct("=q")
@@ -166,9 +166,8 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
         if hit.threshold > 1:
             return bytearray(_LOG_END.pack(now, 0)), Count(1, False, 0, 0)
         state = bytearray(_LOG_TIME.pack(0))
-    with memoryview(state).cast(
-        "q"
-    ) as times:  # closed again, because an open view prevents changes of the state's length
+    # Closed again, because an open view prevents changes of the state's length.
+    with memoryview(state).cast("q") as times:
         known = len(times) - 1
         cooling_until = times[known]
         ahead = times[known - 1] - now if known else 0
@@ -192,7 +191,7 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
 
 
 def read_log_times(state: bytearray) -> tuple[int, int]:
-    """When the last request was counted, and when the cooldown ends; a log without requests is as old as its cooldown."""
+    """When the last request was counted, or the cooldown ends if there is none, and that end."""
     (cooling_until,) = _LOG_TIME.unpack_from(state, -_LOG_TIME.size)
     return (
         _LOG_END.unpack_from(state, -_LOG_END.size)

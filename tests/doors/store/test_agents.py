@@ -1,4 +1,4 @@
-"""Agents of a session on two replicas that share a real Valkey: the same limits, one tree, one order for all."""
+"""Agents of a session on two replicas with one Valkey: the same limits, tree and overrides."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def valkey() -> Iterator[Server]:
 
 
 @asynccontextmanager
-# Of a policy
-async def replicas(valkey: Server, **limits: Any) -> AsyncIterator[list[Service]]:  # noqa: ANN401
+async def replicas(valkey: Server, **limits: Any) -> AsyncIterator[list[Service]]:  # noqa: ANN401  # of a policy
     valkey.client().flushall()
     stores = [
         open_store(f"redis://{valkey.address}", Metrics(), Settings(store_timeout=PATIENCE))
@@ -168,7 +167,7 @@ ODD: dict[str, Callable[[Any, str], object]] = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_what_is_no_root_counts_as_nothing(valkey: Server, odd: str) -> None:
-    """What another program or version has written under an agent's key, or its parent's, is no root."""
+    """Values of other programs or versions under an agent's key, or its parent's, are ignored."""
     agent, parent = "a" * 16, "b" * 16
     for place in (agent, parent):
         with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
@@ -221,7 +220,7 @@ def name_agent(client: str, root: int, agent: int, parent: int) -> dict[str, str
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("client", ["claude code", "codex", "opencode"])
 def test_two_replicas_answer_as_one_in_memory(valkey: Server, client: str, seed: int) -> None:
-    """Of random trees, with retries and agents that claim other parents later; wherever each request goes."""
+    """Random trees, with retries, and agents that later claim other parents."""
     random = Random(f"{client} {seed}")
     limits: dict[str, Any] = {
         "max_agents": 6,
@@ -260,9 +259,8 @@ def test_two_replicas_answer_as_one_in_memory(valkey: Server, client: str, seed:
     assert 0 < sum(here) < len(here)
 
 
-# Of an order
-async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401
-    """Give an order about the one session at the first replica, and wait until the other has learned of it by itself."""
+async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order
+    """Give an order about the session at the first replica; wait until the other has read it."""
     orders = [
         OverrideService(service.counting.store, service, service.metrics) for service in services
     ]

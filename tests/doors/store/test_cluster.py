@@ -1,4 +1,4 @@
-"""Sentinel and Cluster, on real servers: every key where it lies, shards that fail alone, and who takes over."""
+"""Sentinel and Cluster, on real servers: where keys are, shards that fail alone, and failover."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.windows import WINDOW_TYPES, make_hit, make_push
 SECRET = "hunter2"
 
 AWAY_AFTER = 2
-"""Seconds until a shard that hangs counts as away; those that answer do so earlier on a busy machine, too."""
+"""Seconds until a shard that hangs counts as away; others answer sooner on a busy machine, too."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_tags_spread_evenly() -> None:
 
 
 def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> None:
-    """Keys use at most 16 slots; every primary has its share, and gets a batch of its own, in a script for each slot."""
+    """Keys use at most 16 slots; each primary has its share, and gets a batch of its own."""
     with Driver("redis+cluster://" + six[1].address) as driver:
         hits = [make_hit(key=str(number), window_ms=3_600_000) for number in range(300)]
         for start in range(0, 300, 100):
@@ -123,9 +123,8 @@ def test_who_has_which_slots_is_asked_of_each_node(six: list[Server]) -> None:
 
     def count_questions() -> list[int]:
         counted = [node.commands() for node in six]
-        return [
-            each.get("cluster|slots", each.get("cluster", 0)) for each in counted
-        ]  # Redis 6.2 counts all of `cluster`
+        # Redis 6.2 counts all of `cluster`.
+        return [each.get("cluster|slots", each.get("cluster", 0)) for each in counted]
 
     before = count_questions()
 
@@ -138,7 +137,7 @@ def test_who_has_which_slots_is_asked_of_each_node(six: list[Server]) -> None:
 
 @pytest.mark.parametrize("client", ["", "?client=redis-py"])
 def test_slots_that_move_are_followed(six: list[Server], client: str) -> None:
-    """While a slot's keys move to another primary, and after, each is asked for where it is, and new ones begin."""
+    """While a slot's keys move to another primary, and after, each key is found."""
     source, target = six[0], six[1]
     tags = spread_tags(TAGS)
     tag = [tag for tag in tags if find_slot(tag) < SLOTS // 3][client != ""]
@@ -255,7 +254,7 @@ def test_a_request_gets_the_counts_of_healthy_shards(three: list[Server]) -> Non
 
 
 def test_reject_counts_nothing_of_a_refused_request(three: list[Server]) -> None:
-    """With `reject`, a request that will be refused for one shard leaves no count on another; a settlement is no request."""
+    """With `reject`, a request that one shard will refuse is not counted on another."""
     keys = [name_keys(1, node)[0] for node in range(2)]
     hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
     step, gone = (
@@ -332,7 +331,7 @@ def test_a_cluster_node_is_no_single_server(six: list[Server]) -> None:
 
 
 def test_after_a_failover_the_replica_counts_on() -> None:
-    """Keys of a dead primary are found on the replica that took over, which has the counts though not the scripts."""
+    """Keys of a dead primary are found on its replica, which has the counts but not the scripts."""
     lost, kept = name_keys(10, 1), name_keys(10, 0)
     with (
         cluster(full=False) as nodes,

@@ -1,4 +1,4 @@
-"""The hash key: read from a file, or agreed on by all replicas in the store, whatever becomes of that."""
+"""The hash key: read from a file, or shared by all replicas in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The shared store breaks in every way under load, behind a fail-closed Envoy and two Loopguards: no client notices.
+"""The shared store breaks in every way under load, and no client notices.
+
+Envoy fails closed, in front of two Loopguards.
 
 Each test is one long story. All the while clients send requests, some always new ones and one the
 same again and again; Envoy would answer 500 or 504 for any request that a Loopguard failed to
@@ -92,7 +94,7 @@ def recovered(made: Stack) -> None:
 
 
 def loop_is_refused_locally(made: Stack, *, taken_over: bool = False) -> None:
-    """Without the store each replica counts for itself: at most that many times the threshold minus one pass.
+    """Each replica counts for itself: at most that many times the threshold minus one pass.
 
     As many as one replica counts pass again if the store is taken over meanwhile.
     """
@@ -184,7 +186,7 @@ def _send_all(made: Stack, targets: list[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize("trouble", ["killed", "hung"])
 def test_reject_refuses_the_third_of_a_dead_primary(trouble: str) -> None:
-    """Only requests whose keys it has get 503; the others are counted across replicas, and all are once it is back."""
+    """Only requests with its keys get 503; the others are counted across replicas."""
     harm, cure = FAULTS[trouble]
     targets = [f"/p?shard={number}" for number in range(90)]
     with cluster(replicas=False, full=False) as nodes:
@@ -222,7 +224,7 @@ def test_reject_refuses_the_third_of_a_dead_primary(trouble: str) -> None:
 
 
 def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
-    """By default no request is refused for it: loops that it would count are caught by each replica, the others by both."""
+    """Loops on its keys are caught by each replica, the others by both together."""
     with (
         cluster(replicas=False, full=False) as nodes,
         soak(f"redis+cluster://{nodes[0].address}") as made,

@@ -1,4 +1,4 @@
-"""A packed value of an unknown version counts as missing, so that two versions of Loopguard can share a store."""
+"""A packed value of an unknown version counts as missing, so that versions can share a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNKNOWN = b"\xfe"
 
 LINKS = [make_link(Sent("u", ("a",) * number, f"e{number}")) for number in range(3)]
 KINDS = 2 + 1 + 3 + 2 + 1 + 1 + 3 + 1
-"""Windows, a ring, a conversation with its suffixes and usage, a session and its tenant, a tree, a root, budgets, a marker."""
+"""Windows, ring, conversation, suffixes and usage, session, caller, tree, root, budgets, marker."""
 
 
 def ask_all(store: Driver, number: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The names of conversations that real programs send, and headers that change too often to be names."""
+"""Names of conversations that real programs send, and headers that change too often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detectors of turns with sessions: a session's ring of earlier turns completes histories that were cut."""
+"""Detectors of turns with sessions: a session's ring of turns completes cut histories."""
 
 from __future__ import annotations
 

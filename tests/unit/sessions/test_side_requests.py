@@ -1,4 +1,4 @@
-"""Requests that programs send beside their turns, such as titles and summaries, are no steps and hide none."""
+"""Requests beside the turns, such as titles and summaries, are no steps and hide none."""
 
 from __future__ import annotations
 

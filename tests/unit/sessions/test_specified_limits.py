@@ -1,4 +1,4 @@
-"""Session limits as their specification states them; the numbers of cases are those of its statements."""
+"""Session limits as specified; the numbers of cases are those of the specification."""
 
 from __future__ import annotations
 

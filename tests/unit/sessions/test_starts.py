@@ -1,4 +1,4 @@
-"""Limits of requests without a session, and of first requests, which count with them until their conversation continues."""
+"""Limits of requests without a session, and of first requests, until they continue."""
 
 from __future__ import annotations
 

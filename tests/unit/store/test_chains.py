@@ -1,4 +1,4 @@
-"""Chains by what they promise: conversations side by side never mix, and none is lost on its way."""
+"""Chains by what they promise: concurrent conversations never mix, and none is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORDERS = ["sequential", "lockstep", "random"]
 _TURNS = st.lists(st.sampled_from(["a", "b"]), max_size=12).map(
     lambda turns: [(message, f"{message}!") for message in turns]
 )
-"""What runs of one task do: little of it is different, so that they go together for a while, and come back to the same."""
+"""Turns of runs of one task: they differ little, so runs are equal for a while, and again later."""
 
 
 def name_freshly(number: int) -> bytes:
@@ -33,7 +33,7 @@ def name_freshly(number: int) -> bytes:
 def test_runs_of_one_task_never_mix(
     turns: list[list[tuple[str, str]]], order: str, random: Random
 ) -> None:
-    """With full histories, each finds its own turns, exactly; runs that are equal so far are one until they part.
+    """With full histories, each finds its own turns; equal runs are one until they differ.
 
     What is counted below names, from what a history shows where its name is new, is exact for each
     run.
@@ -56,7 +56,7 @@ def test_runs_of_one_task_never_mix(
 def test_no_retry_makes_a_conversation_longer(
     turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject
 ) -> None:
-    """What is counted below its name is no less than it shows, and no more than the longest of these has sent."""
+    """The count of its name is at least what it shows, at most what the longest run has sent."""
     model, counts, counted = Model(), dict[bytes, int](), set[tuple[bytes, Sent]]()
 
     for number, (_, sent, truth) in enumerate(
@@ -104,7 +104,7 @@ def test_a_retry_changes_nothing(
 @pytest.mark.parametrize("window", [3, 4, 5, 8])
 @pytest.mark.parametrize("order", _ORDERS)
 def test_windows_of_the_last_messages_are_linked(window: int, order: str) -> None:
-    """Where each message is worded anew, the last two tell whose it is: all turns are found, below the same name."""
+    """The last two messages identify a conversation whose messages are all new."""
     for seed in range(40):
         random = Random(seed)
         runs = [
@@ -124,7 +124,7 @@ def test_windows_of_the_last_messages_are_linked(window: int, order: str) -> Non
 
 
 def test_conversations_that_end_alike_are_not_linked() -> None:
-    """Two whose windows end with the same two messages: neither is taken for the other, and neither has the other's name."""
+    """Two whose windows end with the same messages are not confused, nor do they share a name."""
     model = Model()
     for number, (task, first) in enumerate((("t1", "p"), ("t2", "q"))):
         for end in range(4):
@@ -139,7 +139,7 @@ def test_conversations_that_end_alike_are_not_linked() -> None:
 
 
 def test_history_of_unseen_turns_is_not_whole() -> None:
-    """Its first request was seen, but the first words alone do not tell that it is the same conversation."""
+    """Its first request was seen, but the first words alone do not identify it."""
     model = Model()
     model.ask(make_link(Sent("u", (), "")))
 

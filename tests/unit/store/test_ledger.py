@@ -74,7 +74,7 @@ def test_a_session_is_judged_by_the_rules(
 def test_a_session_follows_the_rules_in_any_memory(
     moves: list[tuple[int, str, int, int]], limits: Limits, entries: int
 ) -> None:
-    """Whether none, one, two or all of their ledgers are at hand, sessions are told the same; the clock goes forward."""
+    """The number of unpacked ledgers changes no answer; the clock goes forward."""
     store = MemoryStore(Metrics(), entries)
     moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
 
@@ -126,7 +126,7 @@ def test_sessions_in_memory_are_bounded() -> None:
 
 
 def test_packed_sessions_are_kept_until_they_end() -> None:
-    store = MemoryStore(Metrics(), max_entries=31)  # too few for ledgers at hand
+    store = MemoryStore(Metrics(), max_entries=31)  # too few for unpacked ledgers
     start = 1_764_000_000_000
 
     def ask_each(number: int, since: int, group: str) -> list[int]:

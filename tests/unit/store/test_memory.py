@@ -83,7 +83,7 @@ def test_memory_is_bounded_and_expired_entries_are_swept(max_entries: int) -> No
 
 
 def test_rings_are_bounded_together_with_counters() -> None:
-    """A ring takes the place of a counter, the least recently used goes first, and an expired ring before it."""
+    """A ring takes the place of a counter; expired entries go first, then the oldest."""
     store = Memory(3)
     ring, hit = make_push("a"), make_hit()
     store.push([ring], 0)
@@ -100,7 +100,7 @@ def test_rings_are_bounded_together_with_counters() -> None:
 
 
 def test_budgets_of_many_callers_keep_what_was_used() -> None:
-    """A few stay unpacked, the others make room for one another after a minute; none begins anew, and expired ones go."""
+    """A few stay unpacked, the others make room after a minute; none begins anew."""
     store = Memory(200)
     takes = [make_bucket(limit=1_000_000, key=f"b{number}") for number in range(100)]
     for now in (0, 1, 61_000):

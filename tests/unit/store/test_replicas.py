@@ -1,4 +1,4 @@
-"""How many replicas share a store, and what each of them enforces without it; time is an argument."""
+"""The number of replicas, and what each enforces without a store; time is an argument."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PACKED = {
 
 
 def test_every_rule_stands_in_both_languages() -> None:
-    """`windows` has both windows, whose scripts share nothing but what a hit is; `roots` asks `root` for many agents."""
+    """`windows` has two scripts, and `roots` asks `root` for many agents."""
     rules = {path.stem for path in RULES.glob("*.py")} - {"__init__"}
     assert sorted(rules - {"windows"} | {"tally", "sliding_log", "roots"}) == SCRIPTS
     assert "windows" in rules

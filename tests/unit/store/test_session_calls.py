@@ -1,4 +1,4 @@
-"""Agents whose number of tool calls is known, against what a ledger counts, whatever their clients do to ids and histories."""
+"""The tool calls that a ledger counts, whatever clients do to ids and histories."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SEEDS = st.sampled_from([0, 0, 7])
 def test_calls_with_stable_ids_are_counted_once(
     shape: str, moves: list[Move], most: int, first: int, seed: int
 ) -> None:
-    """Whatever becomes of the history: without its oldest or middle turns, condensed, taken back, sent again, reordered."""
+    """Also if a history lacks turns, is condensed, shortened, sent again or reordered."""
     client = Client(
         shape, ids="last", most_turns=most if most < 5 else 10**9, first_turns=first, seed=seed
     )
@@ -68,7 +68,7 @@ def test_calls_with_stable_ids_are_counted_once(
 @settings(max_examples=examples(60))
 @given(MOVES, SEEDS)
 def test_a_history_with_new_ids_is_counted_once(shape: str, moves: list[Move], seed: int) -> None:
-    """Equal calls in any turns as well; its first turn is not sent again before there is a second one."""
+    """Also equal calls in any turns; the first turn is not sent again before the second."""
     first = next((place for place, move in enumerate(moves) if move.calls), len(moves))
     moves = [*moves[: first + 1], Move((("read", {}),)), *moves[first + 1 :]]
 
@@ -95,7 +95,7 @@ def test_newest_turns_with_new_ids_are_counted_once(
 @pytest.mark.parametrize("most", [2, 6, 12])
 @pytest.mark.parametrize("kinds", [1, 4, 30])
 def test_equal_calls_with_new_ids_are_counted_roughly(shape: str, most: int, kinds: int) -> None:
-    """Where the oldest turns are gone as well, calls are not counted again at each request; rare repeats count exactly."""
+    """Without the oldest turns, calls do not count again at each request; rare ones are exact."""
     order = Random(kinds)
     moves = [Move((("read", {"a": order.randrange(kinds)}),)) for _ in range(60)]
 

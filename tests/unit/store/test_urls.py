@@ -17,8 +17,7 @@ SECRET = "hunter2"
 
 _KNOWN = (
     "known schemes: memory://, redis://, rediss://, unix://, redis+sentinel://, "
-    "rediss+sentinel://, redis+cluster://, "
-    "rediss+cluster://"
+    "rediss+sentinel://, redis+cluster://, rediss+cluster://"
 )
 BAD_URLS = [
     (
@@ -33,10 +32,7 @@ BAD_URLS = [
     ),
     (
         "redis://a,b",
-        (
-            "redis://a,b: it takes one HOST:PORT; for several use redis+sentinel:// or "
-            "redis+cluster://"
-        ),
+        "redis://a,b: it takes one HOST:PORT; for several use redis+sentinel:// or redis+cluster://",
     ),
     ("redis://a:x", "redis://a:x: the part after :// must be HOST:PORT"),
     ("redis://a:70000", "redis://a:70000: the part after :// must be HOST:PORT"),
@@ -88,9 +84,8 @@ BAD_URLS = [
     (
         "redis+cluster://a/1",
         (
-            "redis+cluster://a/1: it takes the form redis+cluster://HOST1:PORT,HOST2:PORT (a "
-            "cluster "
-            "has no databases)"
+            "redis+cluster://a/1: it takes the form redis+cluster://HOST1:PORT,HOST2:PORT "
+            "(a cluster has no databases)"
         ),
     ),
     ("redis+cluster://a?tags=17", "redis+cluster://a: tags must be a power of two up to 256"),
@@ -106,8 +101,7 @@ BAD_URLS = [
         "redis://ann@a",
         (
             "redis://a: a user needs a password, here as USER:PASSWORD@, in "
-            "LOOPGUARD_STORE_PASSWORD "
-            "or in --store-password-file"
+            "LOOPGUARD_STORE_PASSWORD or in --store-password-file"
         ),
     ),
 ]

@@ -1,4 +1,4 @@
-"""What windows promise, whatever the clock does; `tests/doors/store/rules` has the cases of their rules."""
+"""What windows promise, whatever the clock does; `tests/doors/store/rules` has their cases."""
 
 from __future__ import annotations
 
@@ -29,12 +29,8 @@ def test_a_log_remembers_a_bounded_number() -> None:
         state, answer = log(state, hit, now)
 
     assert state is not None
-    assert array("q", bytes(state)).tolist()[:-1] == [
-        46,
-        47,
-        48,
-        49,
-    ]  # the last one is the cooldown's
+    # The last number is the cooldown's end.
+    assert array("q", bytes(state)).tolist()[:-1] == [46, 47, 48, 49]
     assert answer == Count(4, looping=True, cooldown_ms=0, span_ms=4)
 
 
@@ -49,7 +45,7 @@ def test_a_log_remembers_a_bounded_number() -> None:
 def test_a_clock_that_is_set_back_refuses_no_innocent(
     window_type: str, count_refused: bool, cooldown: int, gaps: list[int], place: int, back: int
 ) -> None:
-    """A client that never sends two requests within one window is never refused, whenever the clock is set back."""
+    """A client that never sends two requests within a window is never refused."""
     hit = Hit("key", window_type, 20, 3, cooldown, count_refused, 100)
     real = [10_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
 
@@ -70,7 +66,7 @@ def test_a_clock_that_is_set_back_refuses_no_innocent(
 def test_refusals_end_after_the_clock_was_set_back(
     window_type: str, count_refused: bool, cooldown: int, gaps: list[int], back: int
 ) -> None:
-    """Whatever was counted before, no request is refused a window and a cooldown after the first one on the new clock."""
+    """No request is refused a window and a cooldown after the first one on the new clock."""
     hit = Hit("key", window_type, 20, 3, cooldown, count_refused, 100)
     times = [10_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
     returned = times[-1] - back

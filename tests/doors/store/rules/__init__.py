@@ -1,1 +1,1 @@
-"""Each rule in both of its languages: the same cases through the memory store and through real servers."""
+"""Each rule in Python and Lua: the same cases through the memory store and real servers."""

@@ -55,7 +55,7 @@ def test_budgets_are_as_the_documents_say(opened: Driver, sent: list[Sent]) -> N
 
 
 def test_simultaneous_requests_never_take_too_much(store: Driver) -> None:
-    """Two hundred in one round trip: as many are granted as fit, each whole, and hits beside them are counted."""
+    """Of 200 in one round trip, as many are granted as fit; hits beside them are counted."""
     takes, hit = [make_bucket(3, limit=100), make_period(1, limit=50)], make_hit(threshold=1_000)
 
     async def crowd() -> list[Any]:
@@ -101,7 +101,7 @@ def test_settlements_with_and_without_markers_go_together(store: Driver) -> None
 def test_what_one_rule_refuses_costs_no_other_rule(
     drivers: Callable[[str], Driver], name: str
 ) -> None:
-    """Also on a cluster, where the rules of one request are in different slots: what the others took comes back."""
+    """Also on a cluster, where the rules of a request are in different slots."""
     store = drivers(name).fresh()
     rules = [bucket(0.001, 2, name="caller"), bucket(0.001, 1, name="team", keys=["header:x-team"])]
     service = make_service(

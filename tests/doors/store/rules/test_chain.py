@@ -22,10 +22,9 @@ from tests.support.windows import make_push
 def test_a_store_follows_conversations_as_the_definition_does(
     opened: Driver, steps: list[tuple[Sent, int]], ttl: int, most: int
 ) -> None:
-    """For any requests, on a clock that may be set back, every store answers the same, and drops the same.
+    """For any requests, on a clock that may be set back, except in memory.
 
-    The clock of memory is monotonic: set back, it would miss what it has swept away, which depends
-        on the values in front.
+    Set back, memory would miss entries that it has swept away.
     """
     store, model, now = opened.fresh(), Model(), 10_000_000
     monotonic = isinstance(opened.store, MemoryStore)

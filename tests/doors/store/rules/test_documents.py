@@ -1,4 +1,4 @@
-"""Documents in every store are those of `documents`, and the secret that replicas agree on; time is an argument."""
+"""Documents, and the secret that replicas share, in every store; time is an argument."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_is_too_long_is_refused(store: Driver, kind: str, name: str, more: 
 
 
 class Ordered(NamedTuple):
-    """One step in a book of orders, on a made-up clock in milliseconds; without a document the order is taken back."""
+    """One step in a book of orders, at a time in milliseconds; without a document, a revocation."""
 
     now: int
     name: str
@@ -173,7 +173,7 @@ def test_what_does_not_stand_cannot_be_taken_back(store: Driver) -> None:
 
 
 def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
-    """The first that is given; in memory, where there is no other replica, each process has its own."""
+    """The first one; in memory, where there is no other replica, each process has its own."""
     name, first, second = store.name("secret"), b"\x00\xff\r\n" * 8, b"x" * 32
 
     found = [store.run(store.store.share_secret(name, secret)) for secret in (first, second)]
@@ -182,7 +182,7 @@ def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
 
 
 def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no room, a new order is refused; one that stands may be changed, and one that ended makes room."""
+    """A new order is rejected; an existing one may be changed, and an expired one makes room."""
     monkeypatch.setitem(KINDS, ORDERS, KINDS[ORDERS]._replace(max_documents=3))
     book = store.name("book")
     for number in range(3):

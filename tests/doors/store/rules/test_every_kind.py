@@ -1,4 +1,4 @@
-"""Whatever is asked, in whatever order, every server and every way to it answers as the memory store does."""
+"""Every server, and every way to it, answers any questions as the memory store does."""
 
 from __future__ import annotations
 
@@ -128,8 +128,7 @@ class _Player:
         ]
         return list(self._store.settled(lambda store: store.push(asked, now)))
 
-    # Documents
-    def _write(self, number: int, who: int, amount: int, now: int) -> Any:  # noqa: ANN401
+    def _write(self, number: int, who: int, amount: int, now: int) -> Any:  # noqa: ANN401  # answers
         kind, subject = list(KINDS)[number % 2], self._store.name(f"subject{who}")
         if number % 3:
             return self._store.put(kind, subject, str(amount), bytes((number,)), amount * 10, now)

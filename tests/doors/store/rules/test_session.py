@@ -43,9 +43,7 @@ from tests.support.records import replace
 from tests.support.servers import Driver
 from tests.support.session_calls import MOVES as AGENT_MOVES
 from tests.support.session_calls import Client, Move, follow, in_memory
-from tests.support.windows import (
-    make_hit,
-)
+from tests.support.windows import make_hit
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,9 +82,8 @@ def test_a_store_keeps_sessions_as_the_rules_say(
     opened: Driver, moves: list[tuple[int, str, int, int]], limits: Limits
 ) -> None:
     store = opened.fresh()
-    if isinstance(
-        store.store, MemoryStore
-    ):  # may have let go, before the clock goes back, of what was to be forgotten
+    # Memory may have dropped expired ledgers before the clock is set back.
+    if isinstance(store.store, MemoryStore):
         moves = [(who, move, amount, abs(gap)) for who, move, amount, gap in moves]
 
     found = play(moves, limits, lambda asked, now: store.account([asked], now)[0])
@@ -152,7 +149,7 @@ def ask_all(store: Driver, *asked: Step | Settlement) -> list[Standing]:
 
 
 def test_forgotten_calls_are_not_counted_again(store: Driver) -> None:
-    """In a history longer than what is kept of it, what stands before a known call is older, and behind it new."""
+    """Calls before a known one are older, even those that the ledger has forgotten."""
     history = [make_record(number, "send" if number == 3 else "read") for number in range(900)]
     limits, lengths = limit(tools=((digest("send"), 1),)), (300, 301, 600, 899, 900)
 
@@ -164,7 +161,7 @@ def test_forgotten_calls_are_not_counted_again(store: Driver) -> None:
 
 
 def test_as_many_calls_are_known_as_a_limit_needs(store: Driver) -> None:
-    """Where a thousand calls are allowed, twice as many are found again in a history that has lost its newest turns."""
+    """With a limit of a thousand calls, the newest 512 are known."""
     history = [make_record(number, arguments=str(number)) for number in range(900)]
     shown = (history, history[388:420], history[300:330])
 
@@ -173,11 +170,8 @@ def test_as_many_calls_are_known_as_a_limit_needs(store: Driver) -> None:
         *(make_step(number, limit(tool_calls=1_000), calls) for number, calls in enumerate(shown)),
     )
 
-    assert [standing.tool_calls for standing in standings] == [
-        900,
-        900,
-        930,
-    ]  # of a thousand, the newest 512
+    # Of a thousand, the newest 512 are known.
+    assert [standing.tool_calls for standing in standings] == [900, 900, 930]
 
 
 def test_tools_are_counted_as_far_as_there_is_room(store: Driver) -> None:
@@ -210,7 +204,7 @@ def test_money_stays_exact(store: Driver) -> None:
 
 
 def test_every_call_of_a_long_history_is_counted(store: Driver) -> None:
-    """Also by tool, where only the newest are looked at one by one: a session that was not known may have a long past."""
+    """Also by tool, although only the newest are examined individually."""
     tools = ["send" if number % 10 == 3 else "read" for number in range(4_900)]
     limits = limit(tool_calls=10**9, tools=((digest("send"), 490),))
 

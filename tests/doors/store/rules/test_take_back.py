@@ -20,7 +20,7 @@ def take_back(store: Driver, key: str, kind: str) -> None:
 
 @pytest.mark.parametrize("window_type", KINDS)
 def test_a_request_is_taken_back_from_its_window(store: Driver, window_type: str) -> None:
-    """One for each time; a window from which all are taken back is as new, and so is a key that there is not."""
+    """One for each time; an emptied window is as new, and so is a missing key."""
     hit: Hit = make_hit(window_type, key="k")
 
     def count(now: int) -> int:

@@ -1,4 +1,4 @@
-"""Trees of agents in every store are judged as `tree` says, and roots found as `root` says; time is an argument."""
+"""Trees of agents, and their roots, in every store; time is an argument."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def search(store: Driver, agent: int, parent: int) -> tuple[RootSearch, Step]:
 
 
 def test_a_step_finds_the_root_of_its_agent(store: Driver) -> None:
-    """It is counted in the root's session, below the parent that it names, as if the root had been asked for before.
+    """It is counted in the root's session, below the parent that it names.
 
     The agents are a child, its child and grandchild, another child, one in a circle with it, one
     that is its own parent, and the first child again, whose retry claims another parent.
@@ -250,7 +250,7 @@ A, B, C, D = (f"{number:016x}" for number in range(10, 14))
 def test_a_root_is_found_by_way_of_each_parent(
     store: Driver, pairs: list[tuple[str, str]], roots: list[str]
 ) -> None:
-    """Whatever parent a later request claims: the first one decides; asked one by one or together, as replicas do."""
+    """The first parent decides; searches go one by one or together, as replicas send them."""
     assert [store.find_root(*asked).hex() for asked in pairs] == roots
 
     store.fresh()

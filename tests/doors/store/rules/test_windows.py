@@ -78,9 +78,8 @@ def test_a_store_answers_as_the_windows_do(
         answers.setdefault(key, []).extend(found)
         assert memory.hit([hit], now) == found
 
-    roomy = [
-        key for key, hit in hits.items() if hit.count_to == 100
-    ]  # the definition knows no bound
+    # The definition knows no bound.
+    roomy = [key for key, hit in hits.items() if hit.count_to == 100]
     assert {key: oracle(hits[key], history[key]) for key in roomy} == {
         key: answers[key] for key in roomy
     }
