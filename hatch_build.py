@@ -1,4 +1,4 @@
-"""Build hook: generates extproc/pb/ from protos/, and compiles the modules on the path of a request with mypyc.
+"""Build hook: generates extproc/pb/ from protos/, and compiles modules of requests with mypyc.
 
 - A module is compiled unless a comment below its docstring, or in its folder's `__init__.py`, gives
   a reason not to.
@@ -58,25 +58,32 @@ _PROBE = "#include <Python.h>\nPyObject *PyInit_probe(void) { return NULL; }\n"
 
 
 _FLAGS = ["-fvisibility=hidden", "-fno-plt"]
-"""Flags for small code and direct calls: a request runs more code than the first-level cache holds. -O1 compiles in two thirds
-of the time of -O2 and is as fast, because most of the code calls Python's functions."""
+"""Flags for small code and direct calls: a request runs more code than the first-level cache holds.
+
+-O1 compiles in two thirds of the time of -O2 and is as fast, because most of the code calls
+Python's functions.
+"""
 
 _GCC_FLAGS = ["-fpeephole2", "-freorder-blocks-and-partition"]
-"""Flags for gcc, which clang does not know: they change reference counts in memory and separate rarely run code; see _COLD."""
+"""Flags of gcc alone: change reference counts in memory, and separate rarely run code (_COLD)."""
 
 _COLD = """#include <Python.h>
 __attribute__((cold)) void CPy_AddTraceback(const char *, const char *, int, PyObject *);
-__attribute__((cold)) void CPy_AttributeError(const char *, const char *, const char *, const char *, int, PyObject *);
+__attribute__((cold)) void CPy_AttributeError(
+    const char *, const char *, const char *, const char *, int, PyObject *);
 __attribute__((cold)) void CPy_TypeError(const char *, PyObject *);
-__attribute__((cold)) void CPy_TypeErrorTraceback(const char *, const char *, int, PyObject *, const char *, PyObject *);
+__attribute__((cold)) void CPy_TypeErrorTraceback(
+    const char *, const char *, int, PyObject *, const char *, PyObject *);
 __attribute__((cold)) void CPyError_OutOfMemory(void);
 __attribute__((cold)) void CPyTagged_IncRef(size_t);
 __attribute__((cold)) void CPyTagged_DecRef(size_t);
 __attribute__((cold)) void CPyTagged_XDecRef(size_t);
 __attribute__((cold)) void PyErr_SetString(PyObject *, const char *);
 """
-"""Functions that mypyc's code calls only after errors, or for integers above 62 bits. gcc separates the code that leads to such
-calls, two fifths of the total."""
+"""Functions that mypyc's code calls only after errors, or for integers above 62 bits.
+
+gcc separates the code that leads to such calls, two fifths of the total.
+"""
 
 
 _GROUP = "extproc"
@@ -84,8 +91,10 @@ _NATIVE = "__native_"
 """Prefix of mypyc's C files with the code of modules; the others only load them."""
 
 _UNITS = 24
-"""Number of C files to compile. Each file compiles all inline functions of Python and mypyc again, so there are few. The number
-is fixed so that builds on different machines are equal."""
+"""Number of C files to compile. Each compiles all inline functions of Python and mypyc again.
+
+It is fixed so that builds on different machines are equal.
+"""
 
 _TOP_LEVEL = re.compile(r"\bCPyDef_\w+_____top_level__\b")
 """Functions that run when a module is imported: a quarter of all C.
@@ -131,9 +140,10 @@ class BuildHook(BuildHookInterface[Any]):
 
 
 def generate_protos() -> None:
-    """Write `extproc/pb/`, a module and a type stub for each file in `protos/`; raises RuntimeError if protoc fails.
+    """Write `extproc/pb/`: a module and a type stub for each file in `protos/`.
 
-    Unchanged files are not written again, because another process may be reading them.
+    Raises RuntimeError if protoc fails. Unchanged files are not written again, because another
+    process may be reading them.
     """
     import grpc_tools
     from grpc_tools import protoc
@@ -250,7 +260,7 @@ def _join_sources(sources: Sequence[str], folder: Path) -> list[str]:
 
 
 def _tell(progress: str) -> None:
-    """Print progress, also to the terminal itself: pip shows a build's output only with `--verbose`."""
+    """Print progress, also to the terminal: pip shows a build's output only with `--verbose`."""
     print(progress, file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
         with suppress(OSError), Path("/dev/tty").open("w") as terminal:

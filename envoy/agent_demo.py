@@ -1,6 +1,7 @@
-"""`make demo-agent`: agents on the real SDKs, through the real Envoy and Loopguard, against a model that loops.
+"""`make demo-agent`: agents on real SDKs, through Envoy and Loopguard, against a looping model.
 
-Each scene declares its expected ending. Exit code: 0 if all scenes end as expected, else 1; 130 after Ctrl-C.
+Each scene declares its expected ending. Exit code: 0 if all scenes end as expected, else 1; 130
+after Ctrl-C.
 """  # noqa: INP001  # a script beside its data, not a package
 
 from __future__ import annotations
@@ -339,7 +340,7 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
 
 
 async def _show(policy: str, scenes: Sequence[Scene], screen: Screen) -> bool:
-    """Start everything, run the scenes, and stop everything; returns whether all ended as expected."""
+    """Start all servers, run the scenes, stop all; returns whether all ended as expected."""
     with fake_model() as model:
         ports = {**free_ports(dict.fromkeys(PORTS, 0)), "upstream_port": model.port}
         async with guarded(policy, ports, quiet=True) as children:

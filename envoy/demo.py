@@ -1,7 +1,8 @@
 """`make run`: starts a sample upstream, Loopguard and the real Envoy, and prints commands to try.
 
-The upstream runs in a thread of this process; Loopguard and Envoy are child processes. They are stopped before this process
-exits, on Ctrl-C, SIGTERM, a closed terminal, or the end of a child. `agent_demo.py` uses these functions, too.
+The upstream runs in a thread of this process; Loopguard and Envoy are child processes. They are
+stopped before this process exits, on Ctrl-C, SIGTERM, a closed terminal, or the end of a child.
+`agent_demo.py` uses these functions, too.
 """  # noqa: INP001  # a script beside its data, not a package
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ PORTS = {  # flag: default, whose it is
 }
 
 _SCREEN = """
-  Envoy      http://{here}:{port}   admin http://{here}:{envoy_admin_port}   pid {envoy_pid}   log {envoy_log}
-  Loopguard  {here}:{loopguard_port} (gRPC)   admin http://{here}:{loopguard_admin_port}   pid {loopguard_pid}
-             {build}
+  Envoy      http://{here}:{port}   admin http://{here}:{envoy_admin_port}
+             pid {envoy_pid}   log {envoy_log}
+  Loopguard  {here}:{loopguard_port} (gRPC)   admin http://{here}:{loopguard_admin_port}
+             pid {loopguard_pid}   {build}
   upstream   http://{here}:{upstream_port}   echoes requests
   policies   {policy}
 
@@ -64,8 +66,9 @@ _SCREEN = """
   # What Loopguard counted, including shadow policies.
   curl -s http://{here}:{loopguard_admin_port}/metrics | grep ^loopguard_loops_detected_total
 
-Edit {policy} while this runs: changes apply within a second. New paths need a restart, because Envoy's routes
-are made from the policies at startup. Ctrl-C stops everything. Loopguard's log:
+Edit {policy} while this runs: changes apply within a second. New paths need a
+restart, because Envoy's routes are made from the policies at startup. Ctrl-C stops everything.
+Loopguard's log:
 """
 
 _SAMPLE_LINES = """\
@@ -137,7 +140,7 @@ class Child:
 
 
 class Upstream(BaseHTTPRequestHandler):
-    """Answers each request with the request itself, which shows headers that were added on the way."""
+    """Answers each request with the request itself, which shows the headers that it got."""
 
     protocol_version = "HTTP/1.1"
 
@@ -228,7 +231,7 @@ def _name(flag: str) -> str:
 
 
 def _bind(claim: socket.socket, port: int) -> None:
-    """Bind a port; for 0, one outside the range of outgoing connections, which could take it before the server listens."""
+    """Bind a port; for 0, one that no outgoing connection takes before the server listens."""
     chosen = [port] if port else random.sample(range(20_000, 32_000), 20)
     for number in chosen[:-1]:
         with suppress(OSError):
@@ -261,7 +264,7 @@ def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 async def until_told(work: Coroutine[Any, Any, T]) -> T | None:
-    """Run `work` to its end, or until a signal, for which it returns None; raises LoopguardError if a process fails."""
+    """Run `work` to its end; None after a signal. Raises LoopguardError if a process fails."""
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -288,9 +291,10 @@ async def _demo(policy: str, ports: Mapping[str, int]) -> None:
 async def guarded(
     policy: str, ports: Mapping[str, int], *, quiet: bool = False
 ) -> AsyncIterator[tuple[Child, Child]]:
-    """Run Loopguard and Envoy in front of the upstream's port; raises LoopguardError if one does not start.
+    """Run Loopguard and Envoy in front of the upstream's port.
 
-    `ports` come from `free_ports`. With `quiet`, Loopguard logs to a file.
+    `ports` come from `free_ports`. With `quiet`, Loopguard logs to a file. Raises LoopguardError if
+    one does not start.
     """
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="loopguard-demo-") as name:
@@ -388,7 +392,7 @@ def _envoy() -> str:
 
 
 async def _spawn(*command: str, output: Path | None) -> asyncio.subprocess.Process:
-    """Start a child in its own process group, so that Ctrl-C only reaches this process, which stops the others."""
+    """Start a child in its own process group, so that Ctrl-C only reaches this process."""
     with ExitStack() as opened:
         target = opened.enter_context(output.open("wb")) if output else None
         return await asyncio.create_subprocess_exec(
@@ -401,7 +405,7 @@ async def _spawn(*command: str, output: Path | None) -> asyncio.subprocess.Proce
 
 
 async def _wait_until_ready(probe: Callable[[], bool], children: Sequence[Child]) -> None:
-    """Wait until the newest child is ready; raises DemoError if a child exits, or after a timeout."""
+    """Wait until the newest child is ready; DemoError after a timeout or if a child exits."""
     try:
         async with asyncio.timeout(_PATIENCE):
             while not await asyncio.to_thread(probe):

@@ -1,8 +1,9 @@
 """A scripted model: an HTTP upstream that answers in the formats of real APIs.
 
-It has six formats: OpenAI's chat completions and Responses, Anthropic's messages, Gemini, Bedrock and Ollama. As with real
-models, ids are new in each answer, and the spaces in arguments and the words around a call vary. Of a request it only reads the
-gateway's note, which can switch to another script.
+It has six formats: OpenAI's chat completions and Responses, Anthropic's messages, Gemini, Bedrock
+and Ollama. As with real models, ids are new in each answer, and the spaces in arguments and the
+words around a call vary. In a request it only reads the gateway's note, which can switch to another
+script.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
 
 from __future__ import annotations

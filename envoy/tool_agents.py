@@ -124,7 +124,7 @@ def responses_agent(job: Job) -> Iterator[Turn]:
 
 
 def stored_agent(job: Job) -> Iterator[Turn]:
-    """Run an agent on OpenAI's SDK with Responses; the server has the history, so a header names the session."""
+    """Run an agent on Responses. The server has the history, so a header names the session."""
     import openai
 
     named = {USER: job.user, "x-session-id": f"session-of-{job.user}"}
@@ -201,6 +201,6 @@ def list_refusals() -> tuple[type[Refusal], ...]:
 
 
 def message_of(refusal: Refusal) -> str:
-    """The message of a refusal; OpenAI's SDK has only the body's `error`, Anthropic's the whole body."""
+    """The message of a refusal: OpenAI's SDK has the body's `error`, Anthropic's the whole body."""
     body: Any = refusal.body
     return str(body.get("error", body)["message"])

@@ -1,20 +1,23 @@
-"""Make the chart's values.schema.json and the tables of its README.md from the comments of values.yaml.
+"""Make the chart's values.schema.json and README.md's tables from the comments of values.yaml.
 
     python helm/generate.py            writes both
-    python helm/generate.py --check    writes nothing; exit code 1 and a line for each file that is out of date
+    python helm/generate.py --check    writes nothing; exit code 1 and a line for each outdated file
 
 The format of values.yaml:
-- The comment right above a key documents it. Each value needs one; maps do not, because their keys have comments.
-- A line `@schema {...}` in a comment extends the schema, which otherwise is the default's type. With `$ref` or `if`, it is the
-  whole schema of the value, and keys below are ignored. A `$ref` names a definition: of Kubernetes, by its full name; `Bundle`,
-  a policy bundle; `Settings`, the flags of `loopguard serve` without a value of their own; or one in `MESH`.
+- The comment right above a key documents it. Each value needs one; maps do not, because their keys
+  have comments.
+- A line `@schema {...}` in a comment extends the schema, which otherwise is the default's type.
+  With `$ref` or `if`, it is the whole schema of the value, and keys below are ignored. A `$ref`
+  names a definition: of Kubernetes, by its full name; `Bundle`, a policy bundle; `Settings`, the
+  flags of `loopguard serve` without a value of their own; or one in `MESH`.
 - A comment that starts with `##` is a heading of the README.
 
 `envoy/` gets the access log and the usage filters of `loopguard envoy-config`.
 
-The schema is draft-07, which every version of Helm reads. Policies have a 2020-12 schema: known keywords are converted, and
-any other is an error. That schema lacks rules between a policy's fields. The most important ones are derived by validating
-samples with `rules`; the process itself checks them all.
+The schema is draft-07, which every version of Helm reads. Policies have a 2020-12 schema: known
+keywords are converted, and any other is an error. That schema lacks rules between a policy's
+fields. The most important ones are derived by validating samples with `rules`; the process itself
+checks them all.
 """  # noqa: INP001  # a script beside the chart, not a package
 
 from __future__ import annotations
@@ -384,7 +387,7 @@ _KEYWORDS: dict[str, Callable[[Any], Any]] = {
 
 
 def choose(schema: Any, definitions: Schema) -> Any:  # noqa: ANN401  # raw JSON
-    """Replace `anyOf` and `oneOf` by choices on the value's type, so that errors only come from the intended branch."""
+    """Replace `anyOf` and `oneOf` by choices on the value's type: errors name the right branch."""
     if isinstance(schema, list):
         return [choose(item, definitions) for item in schema]
     if not isinstance(schema, dict):
@@ -597,7 +600,7 @@ _OPTIONS = read_options(EnvoyOptions, {"upstream": "upstream:1"})
 
 
 def keep_health(cluster: str) -> str:
-    """The cluster's settings that detect a Loopguard that hangs or is gone; a mesh makes the others."""
+    """The cluster's settings that detect a Loopguard that hangs or is gone."""
     (loopguard,) = yaml.safe_load(cluster)
     kept = (
         "typed_extension_protocol_options",

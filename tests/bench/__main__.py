@@ -38,21 +38,21 @@ _SECTIONS = {
 
 _EPILOG = """examples:
   make bench                                           everything, a few minutes
-  make bench ARGS=--quick                              the same with fewer rounds, to see that it works
+  make bench ARGS=--quick                              the same with fewer rounds
   make bench ARGS='--only envoy --only engine'         two sections
   make bench ARGS='--output /tmp/before.json'          keep the results of an experiment
   .venv/bin/python -m tests.bench --only similarity    the same in pure Python
 
-What two servers cost is measured side by side, in turns, and compared as a ratio; figures in microseconds are CPU time of this
-machine and mean little on another. exit code: 0 measured (also when a requirement was missed), 1 the benchmark failed"""
+The costs of two servers are measured side by side, in turns, and compared as a ratio. Figures in
+microseconds are CPU time of this machine and mean little on another. exit code: 0 measured (also
+when a requirement was missed), 1 the benchmark failed"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     print(f"measured: {describe_version()}\n", flush=True)
-    logging.disable(
-        logging.WARNING
-    )  # loops are detected by the thousand, and their lines would hide the progress
+    # Loops are detected by the thousand, and their lines would hide the progress.
+    logging.disable(logging.WARNING)
     sections: dict[str, Section] = {}
     failed = []
     for name in options.only or _SECTIONS:

@@ -1,4 +1,4 @@
-"""The cost of measuring answers: an access log entry for Loopguard, the first byte of a stream for clients."""
+"""Costs of measuring answers: access log entries, and the first byte of a stream for clients."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class _Client:
             self.measure_first_byte(number)
 
     def measure_first_byte(self, number: int) -> float:
-        """Microseconds from the request to the first byte of the answer's body; the rest is read afterwards."""
+        """Microseconds from the request to the first byte of the answer's body."""
         body = samples.chat_body(number)
         _READ.clear()
         started = perf_counter()

@@ -1,4 +1,4 @@
-"""The guard in two builds: the sources, and the compiled wheel in a virtual environment of its own."""
+"""The guard in two builds: the sources, and the compiled wheel in its own environment."""
 
 from __future__ import annotations
 

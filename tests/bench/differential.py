@@ -114,7 +114,10 @@ _CLOCK_C = """
 #include <unistd.h>
 static int64_t now(void) {
     static volatile int64_t *clock;
-    if (!clock) clock = mmap(0, 8, PROT_READ, MAP_SHARED, open(getenv("DIFFERENTIAL_CLOCK"), O_RDONLY), 0);
+    if (!clock) {
+        int file = open(getenv("DIFFERENTIAL_CLOCK"), O_RDONLY);
+        clock = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+    }
     return *clock;
 }
 int gettimeofday(struct timeval *to, void *zone) {
@@ -172,33 +175,59 @@ _STAGES = [
 ]
 _STAGES += [{"threshold_percent": 80, "action": "steer"}, _END]
 _LATE = {"steer": 4, "land": 6, "reject": 8}
-# fmt: off
 _HOSTS: list[dict[str, dict[str, Any]]] = [
     {
-        "exact": {"loop_detection": [_loop(count_refused=False, cooldown_seconds=5), _loop(threshold=2, action="warn")]},
-        "log": {
-            "loop_detection": _loop(action="throttle", window_type="sliding_log", escalate={"reject": 5}, reject_status="auto"),
+        "exact": {
+            "loop_detection": [
+                _loop(count_refused=False, cooldown_seconds=5),
+                _loop(threshold=2, action="warn"),
+            ]
         },
-        "fixed": {"loop_detection": _loop(window_type="fixed", threshold=5, body="ignore", count_failed=False)},
+        "log": {
+            "loop_detection": _loop(
+                action="throttle",
+                window_type="sliding_log",
+                escalate={"reject": 5},
+                reject_status="auto",
+            ),
+        },
+        "fixed": {
+            "loop_detection": _loop(
+                window_type="fixed", threshold=5, body="ignore", count_failed=False
+            )
+        },
     },
     {
         "canonical": {
-            "loop_detection": _loop("canonical", ignore_fields=["/metadata", "/messages/*/id"], cooldown_seconds=30),
+            "loop_detection": _loop(
+                "canonical", ignore_fields=["/metadata", "/messages/*/id"], cooldown_seconds=30
+            ),
         },
         "tail": {
-            "loop_detection": _loop("tail", tail_messages=2, action="steer", steer_share=50, escalate={"reject": 5}),
+            "loop_detection": _loop(
+                "tail", tail_messages=2, action="steer", steer_share=50, escalate={"reject": 5}
+            ),
         },
-        "as-completion": {"loop_detection": _loop("canonical", 4, refuse_as="completion", reject_status=400)},
+        "as-completion": {
+            "loop_detection": _loop("canonical", 4, refuse_as="completion", reject_status=400)
+        },
     },
     {
         "turns": {
-            "loop_detection": _loop("turns", action="warn", escalate=_LATE, weak_threshold=10, reject_status="auto"),
+            "loop_detection": _loop(
+                "turns", action="warn", escalate=_LATE, weak_threshold=10, reject_status="auto"
+            ),
         },
     },
     {
         "turns-exactly": {
             "loop_detection": _loop(
-                "turns", action="steer", escalate={"reject": 6}, normalize_results=False, incidents=False, max_cycle=3,
+                "turns",
+                action="steer",
+                escalate={"reject": 6},
+                normalize_results=False,
+                incidents=False,
+                max_cycle=3,
                 ignore_arguments=["why"],
                 tools={"think": {"allow": True}, "ba*": {"threshold": 4, "reason": "Read it."}},
                 steer_note="{what} {count} {tools} {instead} {reason} {policy} {cause}",
@@ -207,27 +236,46 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "calls": {
             "loop_detection": [
                 _loop(
-                    "tool_calls", action="steer", escalate={"land": 4, "reject": 5}, tools={"think": {"allow": True}},
+                    "tool_calls",
+                    action="steer",
+                    escalate={"land": 4, "reject": 5},
+                    tools={"think": {"allow": True}},
                 ),
                 _loop(
-                    "tool_calls", 4, compare_results=False, reset_on_user_message=False, window_calls=20,
+                    "tool_calls",
+                    4,
+                    compare_results=False,
+                    reset_on_user_message=False,
+                    window_calls=20,
                     refuse_as="completion",
                 ),
             ],
         },
     },
     {
-        "mcp": {"loop_detection": _loop("mcp", tools={"mcp__*": {"allow": True}}, cooldown_seconds=9)},
+        "mcp": {
+            "loop_detection": _loop("mcp", tools={"mcp__*": {"allow": True}}, cooldown_seconds=9)
+        },
         "mcp-headers": {"loop_detection": _loop("mcp", 4, "throttle", trust_headers=True)},
     },
     {
         "session": {
             "session_limits": {
-                "max_steps": 12, "max_tool_calls": 10, "max_tool_calls_mode": "finish", "max_cost_per_session": 0.5,
-                "max_calls_per_tool": {"write_file": 2, "get_weather": 0}, "unknown_model": _PRICE,
-                "reject_status": "auto", "loop_detection": {"window": 8, "threshold": 5}, "usage": "request",
-                "prices": {"gpt*": _PRICE}, "circuit_breaker": {"consecutive_blocks": 4, "consecutive_errors": 3},
-                "escalate": {"warn": {"max_steps": 4, "max_cost_per_session": 0.1}, "steer": {"max_tool_calls": 5}},
+                "max_steps": 12,
+                "max_tool_calls": 10,
+                "max_tool_calls_mode": "finish",
+                "max_cost_per_session": 0.5,
+                "max_calls_per_tool": {"write_file": 2, "get_weather": 0},
+                "unknown_model": _PRICE,
+                "reject_status": "auto",
+                "loop_detection": {"window": 8, "threshold": 5},
+                "usage": "request",
+                "prices": {"gpt*": _PRICE},
+                "circuit_breaker": {"consecutive_blocks": 4, "consecutive_errors": 3},
+                "escalate": {
+                    "warn": {"max_steps": 4, "max_cost_per_session": 0.1},
+                    "steer": {"max_tool_calls": 5},
+                },
             },
             "unnamed_limits": {"max_steps": 30, "max_tool_calls": 60, "max_cost_per_session": 5},
             "loop_detection": _loop("turns", 4, "steer"),
@@ -237,8 +285,13 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "tree": {
             "session": {"idle_seconds": 300, "max_sessions_per_tenant": 6},
             "session_limits": {
-                "max_agents": 3, "max_depth": 2, "max_concurrent_agents": 2, "max_spawns_per_minute": 3,
-                "max_steps": 40, "max_tool_calls": 15, "max_tool_calls_mode": "narrow",
+                "max_agents": 3,
+                "max_depth": 2,
+                "max_concurrent_agents": 2,
+                "max_spawns_per_minute": 3,
+                "max_steps": 40,
+                "max_tool_calls": 15,
+                "max_tool_calls_mode": "narrow",
                 "max_calls_per_tool": {"bash": 6},
                 "escalate": {"steer": {"max_agents": 2}, "warn": {"max_tool_calls": 8}},
             },
@@ -249,26 +302,52 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
             "rules": [
                 _rule("rate", "token_bucket", _USER, {"rps": 2, "burst": 12}),
                 _rule(
-                    "tokens", "token_bucket_llm", _USER, {"tokens_per_minute": 60000, "tokens_per_day": 900000},
+                    "tokens",
+                    "token_bucket_llm",
+                    _USER,
+                    {"tokens_per_minute": 60000, "tokens_per_day": 900000},
                 ),
-                _rule("cost", "cost_based", _USER, {"budget": 20, "period": "5m", "staged_actions": _STAGES}),
                 _rule(
-                    "big", "cost_based", ["ip:address"],
+                    "cost",
+                    "cost_based",
+                    _USER,
+                    {"budget": 20, "period": "5m", "staged_actions": _STAGES},
+                ),
+                _rule(
+                    "big",
+                    "cost_based",
+                    ["ip:address"],
                     {
-                        "budget": 1, "period": "1h", "cost_key": "usage:dollars", "unknown_model": _PRICE,
+                        "budget": 1,
+                        "period": "1h",
+                        "cost_key": "usage:dollars",
+                        "unknown_model": _PRICE,
                         "staged_actions": _STAGES,
                     },
                     match={"header:x-plan": "big"},
                 ),
             ],
-            "fallback_limit": _rule("rest", "token_bucket", ["ip:address"], {"tokens_per_second": 1, "burst": 9}),
-            "circuit_breaker": {"enabled": True, "spend_rate_threshold_per_minute": 60, "auto_reset_after_minutes": 0.2},
+            "fallback_limit": _rule(
+                "rest", "token_bucket", ["ip:address"], {"tokens_per_second": 1, "burst": 9}
+            ),
+            "circuit_breaker": {
+                "enabled": True,
+                "spend_rate_threshold_per_minute": 60,
+                "auto_reset_after_minutes": 0.2,
+            },
         },
         "used": {
             "rules": [
                 _rule(
-                    "all", "cost_based", _USER,
-                    {"budget": 90000, "period": "1d", "cost_key": "usage:tokens", "staged_actions": [_END]},
+                    "all",
+                    "cost_based",
+                    _USER,
+                    {
+                        "budget": 90000,
+                        "period": "1d",
+                        "cost_key": "usage:tokens",
+                        "staged_actions": [_END],
+                    },
                 ),
             ],
             "loop_detection": _loop("canonical", 6, "throttle"),
@@ -276,27 +355,50 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
     },
     {
         "live": {"loop_detection": _loop("canonical", 4), "keep_counts": True},
-        "canary-1": {"loop_detection": _loop("canonical", 3), "mode": "shadow", "canary_of": "live"},
-        "ramping": {"loop_detection": _loop("turns", 3), "enforce_percent": 50, "ramp_by": _USER, "ramp_seed": "s"},
-        "mild": {"loop_detection": _loop("tail", 3, "land"), "enforce_percent": 30, "canary_of": "live"},
+        "canary-1": {
+            "loop_detection": _loop("canonical", 3),
+            "mode": "shadow",
+            "canary_of": "live",
+        },
+        "ramping": {
+            "loop_detection": _loop("turns", 3),
+            "enforce_percent": 50,
+            "ramp_by": _USER,
+            "ramp_seed": "s",
+        },
+        "mild": {
+            "loop_detection": _loop("tail", 3, "land"),
+            "enforce_percent": 30,
+            "canary_of": "live",
+        },
     },
     {
         "shares": {
-            "limit_keys": ["jwt:sub"], "missing_descriptor": "share", "loop_detection": _loop("canonical", 4, "warn"),
+            "limit_keys": ["jwt:sub"],
+            "missing_descriptor": "share",
+            "loop_detection": _loop("canonical", 4, "warn"),
         },
-        "skips": {"limit_keys": ["jwt:sub", "credential"], "missing_descriptor": "skip", "loop_detection": _loop()},
+        "skips": {
+            "limit_keys": ["jwt:sub", "credential"],
+            "missing_descriptor": "skip",
+            "loop_detection": _loop(),
+        },
         "reads": {
-            "limit_keys": ["body:/metadata/user_id", "query:team"], "uncountable": "reject",
+            "limit_keys": ["body:/metadata/user_id", "query:team"],
+            "uncountable": "reject",
             "loop_detection": _loop("canonical"),
         },
         "shown": {
-            "limit_keys": [{"first_of": ["jwt:sub", "header:x-user-id", "ip:address"], "name": "caller"}],
-            "labels": ["header:x-plan", "jwt:org"], "bypass": [{"header": "x-health"}, {"pathPrefix": "/health"}],
-            "aliases": {"0123456789abcdef": "nobody"}, "loop_detection": _loop("canonical", max_inspect_bytes=900),
+            "limit_keys": [
+                {"first_of": ["jwt:sub", "header:x-user-id", "ip:address"], "name": "caller"}
+            ],
+            "labels": ["header:x-plan", "jwt:org"],
+            "bypass": [{"header": "x-health"}, {"pathPrefix": "/health"}],
+            "aliases": {"0123456789abcdef": "nobody"},
+            "loop_detection": _loop("canonical", max_inspect_bytes=900),
         },
     },
 ]
-# fmt: on
 
 
 def _make_policies() -> list[dict[str, Any]]:
@@ -369,7 +471,7 @@ class Traffic:
         )
 
     def make(self) -> tuple[str, list[bytes], bool]:
-        """The next exchange: its place, its messages, and whether each message waits for the answer to the one before."""
+        """The next exchange: place, messages, and whether each waits for the answer before it."""
         random, place = self._random, self._random.randrange(len(self._agents))
         if random.random() < 0.02:
             self._agents[place] = self._make_agent(f"a{place}")

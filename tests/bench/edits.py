@@ -132,7 +132,10 @@ _STEERED: Mapping[str, tuple[str, str]] = {
     "a body": ("", ""),
 }
 
-_CALLED = '"messages":[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f","arguments":"{}"}}]}]'
+_CALLED = (
+    '"messages":[{"role":"assistant","tool_calls":'
+    '[{"id":"1","function":{"name":"f","arguments":"{}"}}]}]'
+)
 _TWO = '[{"name":"f"},{"name":"g"}]'
 _NARROWED: Mapping[str, tuple[str, str]] = {
     "beside tools": ('{"x":', f',{_CALLED},"tools":[{{"name":"f"}},{{"name":"g"}}]}}'),

@@ -52,7 +52,8 @@ def _listener(name: str, port: int, *, asks: bool) -> dict[str, Any]:
         else _filter("buffer", "buffer.v3.Buffer", max_request_bytes=_BUFFER_BYTES)
     )
     manager = {
-        "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3"
+        ".HttpConnectionManager",
         "stat_prefix": name,
         "use_remote_address": True,
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},

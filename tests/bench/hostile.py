@@ -272,7 +272,7 @@ def _hold(messages: str) -> bytes:
 
 
 def _texts() -> Mapping[str, bytes]:
-    """Bodies of 38,000 texts in places that only some readers look at, and bodies that are slow for one reader."""
+    """Bodies of 38,000 texts where few readers look, and bodies that are slow for one reader."""
     texts = ",".join(['{"type":"text","text":"a"}'] * 38_000)
     user = '{"role":"user","content":%s}'
     items = (
@@ -283,9 +283,13 @@ def _texts() -> Mapping[str, bytes]:
     acted = (
         '{"role":"assistant","tool_calls":[%s]},{"role":"tool","tool_call_id":"c0","content":"x"}'
     )
-    item = '{"type":"function_call","call_id":"c%d","name":"f","arguments":"{\\"q\\":%d,\\"w\\":\\"%s\\"}"}'
+    item = (
+        '{"type":"function_call","call_id":"c%d","name":"f",'
+        '"arguments":"{\\"q\\":%d,\\"w\\":\\"%s\\"}"}'
+    )
     pair = (
-        '{"role":"assistant","tool_calls":[{"id":"c%d","function":{"name":"f","arguments":"{\\"q\\":%d}"}}]},'
+        '{"role":"assistant","tool_calls":'
+        '[{"id":"c%d","function":{"name":"f","arguments":"{\\"q\\":%d}"}}]},'
         '{"role":"tool","tool_call_id":"c%d","content":"at 12:34:56 %08x %s"}'
     )
     block = json.dumps(
@@ -294,7 +298,9 @@ def _texts() -> Mapping[str, bytes]:
     objects = ",".join(['{"b":0,"a":1}'] * 74_000)
     result = '[{"type":"tool_result","tool_use_id":"c","content":[%s]}]'
     return {
-        "1 MB body, texts of the system": f'{{"system":[{texts}],"messages":[{user % "1"}]}}'.encode(),
+        "1 MB body, texts of the system": (
+            f'{{"system":[{texts}],"messages":[{user % "1"}]}}'.encode()
+        ),
         "1 MB body, texts in one result": f'{{"messages":[{user % (result % texts)}]}}'.encode(),
         "1 MB body, halves of pairs": _ask(b'"%b"' % (b"\\ud83d" * 170_000)),
         "1 MB body, calls and results": b'{"input":[%b]}'

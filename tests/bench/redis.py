@@ -125,7 +125,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
-    """The requirement is for the compiled guard: on a slower one, the store's client weighs less."""
+    """The requirement is for the compiled guard; in a slower one, the client's share is smaller."""
     figures = (
         f"{median(cost['redis']):.0f} vs. {median(cost['memory']):.0f} us; "
         f"{spread(cost, 'redis', 'memory')}"

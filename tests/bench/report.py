@@ -73,7 +73,7 @@ def _figure(value: float) -> str:
 
 
 def verdict(sections: Mapping[str, Section]) -> str:
-    """A line for each requirement that is missed or has no figure, and one that counts those met."""
+    """A line for each requirement that is missed or has no figure, and the number of those met."""
     rows = [
         (name, row)
         for name, section in sections.items()

@@ -144,7 +144,7 @@ def headers_message(
     length: int = 1024,
     more: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The first message of a stream: the 16 headers of an LLM client behind Envoy, and attributes."""
+    """A stream's first message: the 16 headers of an LLM client behind Envoy, and attributes."""
     headers = {
         ":authority": host,
         ":path": path,

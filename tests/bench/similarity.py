@@ -1,4 +1,4 @@
-"""Inspecting a body, compared with decoding the same bytes with msgspec, which is the lower bound."""
+"""Inspecting a body, compared with the lower bound: decoding it with msgspec."""
 
 from __future__ import annotations
 

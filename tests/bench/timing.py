@@ -24,7 +24,7 @@ def cpu_us(work: Callable[[], object], count: int) -> float:
 
 
 def measure_clock() -> float:
-    """How slow the processor is now: 1 where it hashes a megabyte in the time that limits are meant for.
+    """How slow the processor is now: 1 if it hashes a megabyte in the time that limits assume.
 
     The clock of a shared machine varies by half. A hash needs nothing but the clock, so a figure
     divided by this is the same at every speed.

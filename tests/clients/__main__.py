@@ -34,15 +34,17 @@ NOTED_AT: Final = 3
 
 _TEXT: Final = """# Clients
 
-`make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one
-call. The columns `noted`, `landed` and `refused` say at which identical turn that happened. Each client also runs against a
-model that does what the note says, at `/gateway/...`, and against one that takes 20 different steps, at `/teams/a/llm/...`.
-For `compaction`, the model reports a full context after two steps, and the client asks for a summary. If it then shows no
-older turns, counting starts again. `-` stands for what was not played: most have no sub-agents, or do not compact their
-history within a task. Clients that name their sub-agents also start two where `max_agents`, `max_depth`,
-`max_concurrent_agents` or `max_spawns_per_minute` allow only one, or none: the limits hold if the others are refused, and the
-main agent reads the reason and finishes. Claude Code and opencode also start an agent that starts another, with `max_depth` 1
-and 2.
+`make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against
+a model that repeats one call. The columns `noted`, `landed` and `refused` say at which identical
+turn that happened. Each client also runs against a model that does what the note says, at
+`/gateway/...`, and against one that takes 20 different steps, at `/teams/a/llm/...`. For
+`compaction`, the model reports a full context after two steps, and the client asks for a summary.
+If it then shows no older turns, counting starts again. `-` stands for what was not played: most
+have no sub-agents, or do not compact their history within a task. Clients that name their
+sub-agents also start two where `max_agents`, `max_depth`, `max_concurrent_agents` or
+`max_spawns_per_minute` allow only one, or none: the limits hold if the others are refused, and the
+main agent reads the reason and finishes. Claude Code and opencode also start an agent that starts
+another, with `max_depth` 1 and 2.
 Generated on {date}.
 
 {table}
@@ -56,7 +58,7 @@ _HEAD: Final = (
     "refused",
     "retries",
     "seconds to its end",
-    ("message shown"),
+    "message shown",
     "exit code",
     "finishes when noted",
     "20 steps",

@@ -1,6 +1,7 @@
-"""Agents made with libraries, as their first pages show them: one function each, run in its client's own environment.
+"""Agents made with libraries as their first pages show them, one function each.
 
-`python -P agents.py FUNCTION TASK`; the address of the API is in the environment.
+Each runs in its client's own environment: `python -P agents.py FUNCTION TASK`; the environment has
+the API's address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The clients of `make test-clients`, as data: how each is installed and started, and what the model asks it to do.
+"""The clients of `make test-clients`: how to install and start each, and its model's script.
 
 In commands, environments and files, `{url}` is Envoy's address, `{key}` the API key of a run,
 `{home}` and `{work}` its home and the folder that it works in, `{bin}` the folder of the client's

@@ -143,7 +143,7 @@ class Model:
         )
 
     def _is_aside(self, body: dict[str, Any]) -> bool:
-        """Whether a request is no turn of the agent, but for a title, a summary or a choice of models."""
+        """Whether a request is for a title, a summary or a choice of models."""
         step = self.client.step
         return isinstance(step, Call) and step.tool not in _read_tools(body)
 
@@ -172,7 +172,7 @@ class Model:
         )
 
     def _delegate(self, number: int, text: str) -> Answer | None:
-        """The main agent's next step with sub-agents: it starts them, waits for them if necessary, and ends."""
+        """The main agent's next step: start sub-agents, wait for them if necessary, end."""
         spawn, wait = self.client.spawn, self.client.wait
         if spawn is not None and not number:
             return [self._fill(spawn, task) for task in SUBTASKS]

@@ -134,7 +134,7 @@ class Zoo(NamedTuple):
 def opened(
     client: Client, commands: Path, limits: Mapping[str, int] | None = None
 ) -> Iterator[Zoo]:
-    """Envoy and Loopguard before a model, with the preset of `loopguard init`, or with session limits."""
+    """Envoy and Loopguard before a model, with the preset of `init` or with session limits."""
     command = [str(Path(sys.executable).parent / "loopguard"), "init"]
     policy = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     if limits is not None:

@@ -68,7 +68,7 @@ def write_object(
 
 
 def write_cluster(port: int, upstream: int) -> Iterator[Object]:
-    """A Gateway with two listeners, the first on this port, and routes to an upstream on loopback."""
+    """A Gateway with two listeners, one on this port, and routes to an upstream on loopback."""
     controller = "gateway.envoyproxy.io/gatewayclass-controller"
     yield write_object("GatewayClass", "eg", {"controllerName": controller})
     listeners = [

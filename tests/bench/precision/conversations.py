@@ -181,7 +181,7 @@ def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> 
 
 
 def _find_ends(speakers: Sequence[str]) -> Iterator[int]:
-    """The number of messages in each request: those before an answer, and all if the last message is no answer."""
+    """Sizes of the requests: the messages before an answer, and all if no answer comes last."""
     answering = False
     for place, speaker in enumerate(speakers):
         answers = speaker in (ASSISTANT, "")  # a thought begins an answer

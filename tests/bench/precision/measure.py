@@ -58,7 +58,7 @@ def make_share(found: int, of: int) -> Proportion:
 
 
 class Judged(NamedTuple):
-    """The outcome of a conversation: the sizes of its requests, and for each level the numbers (from 1) of those acted on."""
+    """Sizes of a conversation's requests; for each level, those acted on (from 1)."""
 
     place: FilePlace
     name: str
@@ -214,7 +214,7 @@ def _name(judged: Judged, request: int) -> dict[str, Any]:
 def list_kinds(
     settings: Iterable[Setting],
 ) -> Iterator[tuple[str, str, int, list[tuple[int, int]]]]:
-    """Kind, label, number of conversations, and for each setting the numbers acted on and refused."""
+    """Kind, label, number of conversations; for each setting the numbers acted on and refused."""
     rows = [setting.judged for setting in settings]
     groups = sorted(
         {

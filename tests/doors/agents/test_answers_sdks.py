@@ -68,7 +68,7 @@ def made() -> Iterator[Stack]:
 def ask(
     made: Stack, sdk: str, user: dict[str, str], path: str = "", *, stream: bool = False
 ) -> tuple[Reply, int]:
-    """What the SDK makes of the refusal of a stuck agent, and the number of requests that it sends."""
+    """What the SDK makes of a stuck agent's refusal, and the number of requests that it sends."""
     before = made.envoy.stat("http.ingress.downstream_rq_total")
     reply = ASK[sdk](Job(f"http://127.0.0.1:{made.envoy.port}{path}", user[USER], stream))
     return reply, made.envoy.stat("http.ingress.downstream_rq_total") - before

@@ -1,7 +1,7 @@
-"""Agents of every framework whose model never stops by itself: limits end their sessions, on two replicas that share Valkey.
+"""Agents of every framework whose model never stops: limits of two replicas end their sessions.
 
 The preset `agents` is used with nothing but an API key: each key is a caller, and each run a
-    conversation.
+conversation.
 """
 
 from __future__ import annotations

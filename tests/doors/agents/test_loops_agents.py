@@ -51,7 +51,7 @@ CYCLE = [[Call("first", {"n": 1})], [Call("second", {"n": 2})], [Call("third", {
 
 
 class Loop(NamedTuple):
-    """An agent and its path, the answers of its model, the turn after which it is refused, and the reason."""
+    """An agent, its path, its model's answers, the turn after which it is refused, the reason."""
 
     agent: Agent
     path: str
@@ -110,7 +110,7 @@ def test_looping_agent_is_refused_at_the_threshold(
 
 
 class Progress(NamedTuple):
-    """An agent and its path, the answers of its model, the user's tasks, and the tools whose results change."""
+    """An agent, its path, its model's answers, the user's tasks, and tools whose results change."""
 
     agent: Agent
     path: str

@@ -1,4 +1,4 @@
-"""Agents that call tools over HTTP, with the real MCP SDKs on both sides of the real Envoy and Loopguard."""
+"""Agents that call tools over HTTP, with real MCP SDKs on both sides of Envoy and Loopguard."""
 
 from __future__ import annotations
 

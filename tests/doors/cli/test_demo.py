@@ -88,7 +88,7 @@ def listens(port: int) -> bool:
 
 
 def test_demo_refuses_a_loop_until_ctrl_c(tmp_path: Path) -> None:
-    """It also warns, follows an edited policy, and suggests only requests that the policy guards."""
+    """It also warns, follows an edited policy, and suggests only guarded requests."""
     policy = Path(shutil.copy(SAMPLE, tmp_path))
     demo = Demo(policy, tmp_path / "demo.log")
     try:

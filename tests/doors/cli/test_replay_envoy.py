@@ -1,4 +1,4 @@
-"""Access logs of the real Envoy, replayed with the policies that decided them, and the memory of a replay."""
+"""Access logs of Envoy, replayed with the policies that decided them, and a replay's memory."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_show_callers_records_names_and_live_fingerprints(
 
 @pytest.mark.deep
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
-    """Ten times the log, with ten times the callers, paths and loops, needs less than 20 MB more."""
+    """Ten times the log, callers, paths and loops need less than 20 MB more."""
     (tmp_path / "policies.json").write_text(
         json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER)))
     )

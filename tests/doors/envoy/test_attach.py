@@ -1,4 +1,4 @@
-"""`envoy-config --snippet`, added part by part to a configuration without Loopguard, on the real Envoy."""
+"""The parts of `envoy-config --snippet`, added to a configuration without Loopguard, on Envoy."""
 
 from __future__ import annotations
 

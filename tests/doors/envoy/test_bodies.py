@@ -1,4 +1,4 @@
-"""Request bodies in every form and body mode through the real Envoy: they stay whole, and are counted where they can be."""
+"""Bodies in every form and mode through Envoy: they stay whole, and are counted if possible."""
 
 from __future__ import annotations
 
@@ -413,7 +413,7 @@ def duplex(request: pytest.FixtureRequest) -> Iterator[Stack]:
 
 
 def find_arrived(duplex: Stack, path: str, upload: Upload) -> list[bytes]:
-    """The bodies that reached the upstream, whose content-length is that of the body if the client sent one."""
+    """The bodies that reached the upstream, with a content-length only if the client sent one."""
     user = upload.headers["x-user-id"]
     found = [
         seen

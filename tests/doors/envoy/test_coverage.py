@@ -1,4 +1,4 @@
-"""What a real Envoy shows Loopguard, and what `check-envoy` says about it, from a configuration or by a probe."""
+"""What Envoy shows Loopguard, and what `check-envoy` says about it, from a file or by a probe."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shift(match: Json, rewrite: Json) -> Callable[[Json], Json]:
 
 
 def open_host(document: Json) -> Json:
-    """The virtual host for all other hosts is not guarded, and Envoy uses it if the host has a port."""
+    """Envoy uses the unguarded virtual host for all other hosts if the host has a port."""
     hosts = find(document, f"{MANAGER}/route_config/virtual_hosts")
     hosts[0]["domains"] = ["api.example"]
     hosts.append(
@@ -393,7 +393,7 @@ def test_probe_of_a_listener_uses_the_policies_paths(
 
 
 def switch_protocols(client: socket.socket) -> None:
-    """An upstream that accepts each handshake, and answers all else with 200; Envoy must not use a connection again."""
+    """An upstream that accepts each handshake, and answers all else with 200 on new connections."""
     head = client.recv(65_536)
     upgrade = b"101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket"
     client.sendall(
@@ -509,7 +509,7 @@ MATCHES: list[dict[str, Any]] = [
 
 
 def add_hosts(text: str) -> str:
-    """A virtual host for each match, which answers 200 where it matches and else 404, with paths as they come."""
+    """A virtual host for each match: 200 where it matches, else 404, with paths as they come."""
     document = read_yaml(text)
     manager = http_manager(document)
     for key in ("normalize_path", "merge_slashes", "path_with_escaped_slashes_action"):

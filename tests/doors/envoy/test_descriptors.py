@@ -1,4 +1,4 @@
-"""How Loopguard tells callers apart, through the real Envoy: claims, addresses, routes, bodies, credentials."""
+"""How Loopguard tells callers apart, through Envoy: claims, addresses, routes, bodies, keys."""
 
 from __future__ import annotations
 

@@ -238,10 +238,12 @@ SLOW = {
             "x-envoy-max-retries": "9",
         },
         {
-            "x-envoy-retry-on": "5xx,reset,connect-failure,gateway-error,retriable-4xx,refused-stream,http3-post-connect-failure"
+            "x-envoy-retry-on": "5xx,reset,connect-failure,gateway-error,retriable-4xx,"
+            "refused-stream,http3-post-connect-failure"
         },
         {
-            "x-envoy-retry-grpc-on": "cancelled,deadline-exceeded,internal,resource-exhausted,unavailable"
+            "x-envoy-retry-grpc-on": "cancelled,deadline-exceeded,internal,"
+            "resource-exhausted,unavailable"
         },
         {"x-envoy-upstream-rq-timeout-ms": "50", "x-envoy-upstream-rq-timeout-alt-response": "1"},
         SLOW,
@@ -315,7 +317,7 @@ def test_dead_replica_costs_no_request() -> None:
 
 @pytest.mark.parametrize("seconds", [0.02, 0.2])
 def test_hanging_replica_costs_no_request(seconds: float) -> None:
-    """Under `deny`, requests that find a silent Loopguard are decided in time by another one, however often they come."""
+    """Under `deny`, each request that finds a silent Loopguard is decided in time by another."""
 
     def in_time(config: str) -> str:
         """Envoy hangs up before it decides by itself; here it waits ten times as long for each."""

@@ -1,4 +1,4 @@
-"""The settings, policies and clients of the examples, with the real Envoy in place of its container.
+"""The settings, policies and clients of the examples, with Envoy in place of its container.
 
 Not tested: the images, LiteLLM, Claude Code and Codex (`make test-clients` runs the latter two).
 """

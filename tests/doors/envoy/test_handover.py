@@ -187,7 +187,7 @@ def observed(transport: str) -> Iterator[Stack]:
 
 
 def _in_parts(made: Stack, data: bytes) -> Iterator[bytes]:
-    """The body of the next request in three parts, the first of which goes to Loopguard before the others come."""
+    """The next body in three parts; the first goes to Loopguard before the others come."""
     sent = made.envoy.stat(_SENT)
 
     def parts() -> Iterator[bytes]:
@@ -207,7 +207,7 @@ def _handled(made: Stack, name: str) -> float:
 
 @pytest.mark.parametrize("length", [False, True])
 def test_observed_bodies_are_counted_whole(observed: Stack, length: bool) -> None:
-    """Each stream ends as soon as its request is counted, long before Envoy's deferred_close_timeout."""
+    """Each stream ends once its request is counted, long before Envoy's deferred_close_timeout."""
     handled, refused = (
         _handled(observed, "reject"),
         observed.loopguard.metric("loops_detected_total", policy="reject"),
@@ -261,7 +261,7 @@ def test_observed_requests_never_wait_for_loopguard(transport: str) -> None:
 
 
 def test_observed_upload_of_a_leaving_client_is_not_counted(transport: str) -> None:
-    """Envoy does not tell observers that it broke off: its stream ends after deferred_close_timeout."""
+    """Envoy hides from observers that it broke off; the stream ends at deferred_close_timeout."""
 
     def impatient(config: str) -> str:
         return _replaced(

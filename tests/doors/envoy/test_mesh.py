@@ -145,7 +145,7 @@ ROUTES = {"/v1/chat": "chat", "/named": "named", "/own": "own", "/": "unnamed"}
 
 @contextmanager
 def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
-    """Loopguard and a sidecar behind an Envoy with the EnvoyFilter of these values, and with their policies."""
+    """Loopguard and a sidecar behind an Envoy with the EnvoyFilter and policies of these values."""
     (policies,) = one(objects(values), "ConfigMap", f"{NAME}-policies")["data"].values()
     with tempfile.TemporaryDirectory(prefix="sidecar") as folder, ExitStack() as ended:
 
@@ -174,7 +174,7 @@ def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -
 
 
 def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
-    """The gateway's configuration, whose mesh clusters go through sidecars, and the configuration of those.
+    """The configurations of the gateway, whose mesh clusters go through sidecars, and of those.
 
     They matter because they are Envoy's own HTTP/2 servers, which read `:authority` of every
     request before they route.
@@ -191,7 +191,8 @@ def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
             {"lb_endpoints": [{"endpoint": {"address": pipe}}]}
         ]
         manager = {
-            "@type": f"type.googleapis.com/envoy.extensions.filters.network.{HCM.rpartition('.')[2]}.v3.HttpConnectionManager",
+            "@type": "type.googleapis.com/envoy.extensions.filters.network."
+            f"{HCM.rpartition('.')[2]}.v3.HttpConnectionManager",
             "stat_prefix": name,
             "codec_type": "HTTP2",
             "http_filters": [copy.deepcopy(http_manager(gateway)["http_filters"][-1])],
@@ -610,7 +611,7 @@ def test_filters_call_services_of_the_release(values: Values) -> None:
 
 
 def filters(values: Values) -> dict[str, Object]:
-    """The configuration of each ext_proc filter by its name, in the order in which requests meet them."""
+    """The configuration of each ext_proc filter by its name, in the order of requests."""
     patches = envoy_filter(values)["spec"]["configPatches"]
     added = [patch["patch"]["value"] for patch in patches if patch["applyTo"] == "HTTP_FILTER"]
     configs = {value["name"]: unwrap(value["typed_config"]) for value in added}

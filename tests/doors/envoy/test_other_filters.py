@@ -147,9 +147,12 @@ function envoy_on_response(handle)
   local text = ""
   for chunk in handle:bodyChunks() do text = text .. chunk:getBytes(0, chunk:length()) end
   local metadata = handle:streamInfo():dynamicMetadata()
-  local places = {input = "prompt_tokens", output = "completion_tokens", cached_input = "cached_tokens"}
+  local places = {
+    input = "prompt_tokens", output = "completion_tokens", cached_input = "cached_tokens"
+  }
   for key, place in pairs(places) do
-    metadata:set("io.envoy.ai_gateway", "llm_" .. key .. "_token", tonumber(text:match('"' .. place .. '": *(%d+)') or 0))
+    local found = tonumber(text:match('"' .. place .. '": *(%d+)') or 0)
+    metadata:set("io.envoy.ai_gateway", "llm_" .. key .. "_token", found)
   end
   metadata:set("io.envoy.ai_gateway", "model_name_override", "gpt-x")
 end
@@ -169,7 +172,7 @@ POLICIES = bundle(AGENTS, policy("loops", {"pathPrefix": "/v1/chat"}, **KEYS))
 
 
 def add_gateway(config: str, *, before: bool) -> str:
-    """That filter, and a route that only requests with a model take; others have one that is not guarded."""
+    """That filter, and a guarded route for requests with a model; others have one without guard."""
     document = read_yaml(config)
     manager = http_manager(document)
     lua = {

@@ -56,7 +56,7 @@ _numbers = count()
 
 
 class Bank(NamedTuple):
-    """Envoy before a model that sends bills, two replicas, Valkey, and a file with the operator's token."""
+    """Envoy before a model that sends bills, two replicas, Valkey, and the operator's token."""
 
     made: Stack
     model: Model

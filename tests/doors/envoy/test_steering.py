@@ -1,4 +1,4 @@
-"""Steering through the real Envoy: what the upstream gets, what the client sees, and what stays unchanged."""
+"""Steering through Envoy: what the upstream gets, what the client sees, and what is unchanged."""
 
 from __future__ import annotations
 

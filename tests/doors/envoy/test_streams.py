@@ -1,4 +1,4 @@
-"""Streams and long bodies through the real Envoy: gRPC, HTTP/2, long histories, hostile requests."""
+"""Streams and long bodies through Envoy: gRPC, HTTP/2, long histories, hostile requests."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _send_raw(made: Stack, request: bytes) -> bytes:
 
 @_needs_tolerant
 def test_retries_of_envoy_send_partly_buffered_bodies_once() -> None:
-    """Envoy may keep the collected part of a body for a retry, and must not send that part twice."""
+    """Envoy may keep the collected part of a body for a retry, and must not send it twice."""
 
     def retried(config: str) -> str:
         host = 'domains: ["*"]'
@@ -226,7 +226,7 @@ def test_concurrent_requests_count_exactly_once_each(shared: Stack, user: dict[s
 
 
 def write_turns(size: int, *, loops: bool) -> bytes:
-    """A chat of about this size with eight turns, equal or not, whose results look like messages."""
+    """A chat of about this size: eight turns, equal or not, whose results look like messages."""
     turns = []
     for number in range(1, 9):
         name = "a.py" if loops else f"{number}.py"
@@ -267,7 +267,8 @@ _LOW_LIMITS = """
 from extproc.transport import fast
 from extproc.transport.http2 import Http2Limits
 FastServer, patience = fast.FastServer, Http2Limits().patience // 20
-fast.FastServer = lambda *arguments: FastServer(*arguments, Http2Limits(patience=patience, patience_per_second=0))
+limits = Http2Limits(patience=patience, patience_per_second=0)
+fast.FastServer = lambda *arguments: FastServer(*arguments, limits)
 """
 
 

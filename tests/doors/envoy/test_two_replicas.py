@@ -1,4 +1,4 @@
-"""Two replicas that share a store, behind the real Envoy: conversations, notes, and retries in an outage."""
+"""Two replicas that share a store, behind Envoy: conversations, notes, and retries in an outage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
 def test_looping_conversation_is_refused_across_replicas(
     stacked: Stack, shape: str, window: int
 ) -> None:
-    """It runs beside five others of its caller; older results are cleared, or older messages left out."""
+    """It runs beside five others of its caller, with older results cleared or messages left out."""
     random = Random(f"{shape}{window}")
     headers = {"x-user-id": f"{shape}-{window}"}
     statuses: list[list[int]] = [[] for _ in range(6)]
@@ -111,7 +111,7 @@ OTHER = Did((("list", {}),), ("a.txt b.txt",))
 
 
 def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
-    """The last status of up to six requests of an agent, which does something else once it reads a note, or never."""
+    """The last status of up to six requests of an agent, which may change course on a note."""
     turns: list[Did] = []
     for number in range(1, 7):
         noted = heeds and bool(turns) and OPENING.encode() in made.upstream.seen[-1].body

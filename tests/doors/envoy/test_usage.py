@@ -1,4 +1,4 @@
-"""What the real Envoy reads in answers and reports at their end: tokens of every API, errors, cut-off answers."""
+"""What Envoy reads in answers and reports at their end: tokens of every API, errors, cuts."""
 
 from __future__ import annotations
 

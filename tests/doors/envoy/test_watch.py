@@ -1,4 +1,4 @@
-"""What only watches traffic behind the real Envoy: shadow policies, and `loopguard serve` without a policy."""
+"""Watching traffic behind Envoy: shadow policies, and `loopguard serve` without a policy."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ extproc.server.Service = broken
 
 # What Envoy and the upstream make up anew for every request.
 _VARYING = re.compile(
-    rb"(?im)^(date|x-request-id|x-envoy-upstream-service-time|x-envoy-external-address|x-envoy-expected-rq-timeout-ms): .*\r\n"
+    rb"(?im)^(date|x-request-id|x-envoy-upstream-service-time|x-envoy-external-address"
+    rb"|x-envoy-expected-rq-timeout-ms): .*\r\n"
 )
 
 

@@ -1,4 +1,4 @@
-"""WebSockets: those for model calls are refused so that clients fall back to HTTP; all others pass."""
+"""WebSockets for model calls are refused, so that clients fall back to HTTP; others pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WHY = "responses_websocket"
 
 
 def _greet(client: socket.socket) -> None:
-    """An upstream that says hello on a WebSocket (RFC 6455) and echoes what it hears; it answers all else with 200."""
+    """An upstream that says hello on a WebSocket and echoes; it answers all else with 200."""
     head = b""
     while b"\r\n\r\n" not in head:
         head += client.recv(65_536)
