@@ -97,10 +97,7 @@ It is fixed so that builds on different machines are equal.
 """
 
 _TOP_LEVEL = re.compile(r"\bCPyDef_\w+_____top_level__\b")
-"""Functions that run when a module is imported: a quarter of all C.
-
-They run once and are not optimized.
-"""
+"""Functions that run once, at import, and are not optimized: a quarter of all C."""
 
 
 class BuildHook(BuildHookInterface[Any]):

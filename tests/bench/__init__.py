@@ -1,4 +1,1 @@
-"""The benchmark.
-
-Costs are measured beside a reference in the same run: machines differ and are noisy.
-"""
+"""The benchmark: costs beside those of a reference in the same run, because machines differ."""

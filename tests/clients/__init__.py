@@ -1,7 +1,4 @@
-"""Real clients through the real Envoy and Loopguard.
-
-`make test-clients`. Pytest collects nothing here.
-"""
+"""`make test-clients`: real clients through Envoy and Loopguard. Pytest collects nothing here."""
 
 import sys
 

@@ -204,8 +204,8 @@ def test_body_survives_death_of_loopguard() -> None:
         client = made.connect()
         client.sendall(
             (
-                b"POST /files/counted/close HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\ncontent-length: "
-                b"3000000\r\n\r\n"
+                b"POST /files/counted/close HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\n"
+                b"content-length: 3000000\r\n\r\n"
             )
             + body[:2_000_000]
         )

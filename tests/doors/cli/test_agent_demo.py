@@ -35,8 +35,7 @@ def test_every_scene_ends_as_expected(capsys: pytest.CaptureFixture[str]) -> Non
     for line in (
         (
             "1. An agent that repeats a failing call: the model reads the note, and finishes "
-            "(openai "
-            "SDK, chat completions)"
+            "(openai SDK, chat completions)"
         ),
         "     3  deploy(build=4711)                    error: build 4711 is not signed",
         "     4  REFUSED                               openai.RateLimitError, status 429",

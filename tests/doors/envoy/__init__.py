@@ -1,4 +1,1 @@
-"""What a version of Envoy may do in its own way.
-
-`make test-envoys` runs this folder on each that is supported.
-"""
+"""What depends on the version of Envoy: `make test-envoys` runs it on each supported one."""
