@@ -36,10 +36,8 @@ sys.path.append(str(ROOT / "envoy"))  # scripts, and what agents and their model
 
 TESTS = ROOT / "tests"
 _SDKS = re.compile(
-    (
-        r"^ *(?:import|from) (?:anthropic|openai|google import "
-        r"genai|mcp|fastmcp|tests\.support\.(?:agents|frameworks|sdks))\b"
-    ),
+    r"^ *(?:import|from) (?:anthropic|openai|google import genai|mcp|fastmcp"
+    r"|tests\.support\.(?:agents|frameworks|sdks))\b",
     re.MULTILINE,
 )
 _DRIVERS = 3
@@ -53,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @cache
 def find_drivers() -> dict[str, str]:
-    """Modules that drive agents, each with one of a few workers: their SDKs take a second to import."""
+    """Modules that drive agents, on few workers: their SDKs take a second to import."""
     driving = [
         path
         for path in sorted(TESTS.rglob("test_*.py"))
@@ -67,14 +65,14 @@ def find_drivers() -> dict[str, str]:
 
 @cache
 def find_sharing(path: str) -> str:
-    """What stays with one worker: a `module` whose tests share servers, a `function`, or a single slow `test`."""
+    """What one worker runs: a `module` that shares servers, a `function`, or a slow `test`."""
     if path.startswith("tests/doors/") or 'scope="module"' in (ROOT / path).read_text():
         return "module"
     return "test" if path.startswith("tests/project/") else "function"
 
 
 class Scopes(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
-    """What shares servers stays with one worker; all else is split finely, so that no worker ends with a long module."""
+    """Tests that share servers run on one worker; all others are split finely."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
@@ -109,7 +107,9 @@ def find_compiled() -> set[str]:
 
 @cache
 def find_builds(path: Path) -> set[str]:
-    """The builds that `make test` runs a module on, by its folder; `make test-pure` runs all on the sources.
+    """The builds that `make test` runs a module on, by its folder.
+
+    `make test-pure` runs all on the sources.
 
     Doors and units of compiled rooms run on the compiled wheel, all else on the sources.
     """
@@ -167,7 +167,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 
 def pytest_collection_finish() -> None:
-    """Take imports out of the garbage collector's rounds: with the SDKs, they are a million objects."""
+    """Keep imports out of garbage collections: with the SDKs, they are a million objects."""
     gc.freeze()
     gc.enable()
 

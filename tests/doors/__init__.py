@@ -1,1 +1,1 @@
-"""Tests that go through a door of Loopguard (a port, the command, a store's server), as its users do."""
+"""Tests through a door of Loopguard, as its users come: a port, a command, a store's server."""

@@ -40,7 +40,7 @@ SHARED_BUNDLE = bundle(
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A single authority: reading the usual ones takes each client of an SDK 30 ms, and these tests use http."""
+    """A single certificate authority: each SDK client takes 30 ms to read the usual ones."""
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.getbasetemp() / "authority.pem"
         if not path.exists():
@@ -51,14 +51,14 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=["fast", "grpcio"])
 def shared(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """One stack for each transport, for all tests that change nothing but the counts of a user of their own."""
+    """One stack for each transport, for tests that change only the counts of their own user."""
     with stack(SHARED_BUNDLE, "--transport", request.param) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
-    """Envoy before a fake model, for a module's POLICIES; as many Loopguards as its REPLICAS share a server."""
+    """Envoy before a fake model, with a module's POLICIES and number of REPLICAS."""
     from tests.support.agents import open_gate  # here: the SDKs that it imports take seconds
 
     with open_gate(
