@@ -13,8 +13,8 @@ from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.http import HttpRequest
 from tests.support.engine import make_engine
-from tests.support.looping import encoded, looked_into
-from tests.support.messages import body, headers
+from tests.support.looping import looked_into
+from tests.support.messages import body, encoded, headers
 from tests.support.service import decoded, exchange, make_service, metadata_of, sample
 
 AGENTS: dict[str, Any] = json.loads(

@@ -10,8 +10,8 @@ from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.memory import MemoryStore
 from tests.support.envoy_logs import log
-from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of
+from tests.support.service import CHAT, headers_of, make_service, metadata_of
+from tests.support.service import ask as service_ask
 
 # 2026-11-26, a Thursday, in milliseconds.
 NOON = 1_795_694_400_000
@@ -64,9 +64,6 @@ def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]: 
     return make_service(*policies, store=MemoryStore(Metrics(), clock=clock), **settings), clock
 
 
-CHAT = "/v1/chat/completions"
-
-
 def ask(
     service: Service,
     key: str = "k",
@@ -74,12 +71,7 @@ def ask(
     content: bytes = b"{}",
     **more: Any,  # noqa: ANN401  # headers
 ) -> ProcessingResponse:
-    replies = exchange(
-        service,
-        headers(path, x_api_key=key, **more) if key else headers(path, **more),
-        body(content),
-    )
-    return decoded(replies[-1])
+    return service_ask(service, content, path, x_api_key=key, **more)
 
 
 def refused(answer: ProcessingResponse) -> str:

@@ -10,6 +10,7 @@ from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
 from tests.support.documents import policy
 from tests.support.engine import ANY
+from tests.support.messages import encoded
 
 
 def several(
@@ -22,10 +23,6 @@ def several(
         **spec,
     }
     return made
-
-
-def encoded(value: object) -> bytes:
-    return value if isinstance(value, bytes) else json.dumps(value).encode()
 
 
 def looping(

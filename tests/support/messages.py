@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from extproc.apis import hash_first_words
@@ -43,6 +44,10 @@ def headers(
     if attributes is not None:
         message.attributes[ATTRIBUTES].update(attributes)
     return message
+
+
+def encoded(value: object) -> bytes:
+    return value if isinstance(value, bytes) else json.dumps(value).encode()
 
 
 def body(data: bytes = b"", *, end: bool = True) -> ProcessingRequest:

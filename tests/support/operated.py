@@ -44,10 +44,8 @@ from extproc.sessions.rates import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import ORDERS, make_replica_name
-from tests.support.budget_policies import CHAT
-from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service
-from tests.support.session_limits import status
+from tests.support.service import CHAT, make_service
+from tests.support.service import send as service_send
 
 T = TypeVar("T")
 
@@ -110,8 +108,7 @@ def send(
     **named: Any,  # noqa: ANN401  # of `headers`
 ) -> list[int]:
     """Statuses of equal requests, Ann's unless headers are given."""
-    sent = headers(path, **(named or {"x_user_id": "ann"}))
-    return [status(decoded(exchange(service, sent, body(data))[-1])) for _ in range(times)]
+    return service_send(service, [data] * times, path=path, **(named or {"x_user_id": "ann"}))
 
 
 class Operated:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -25,6 +25,9 @@ from extproc.store.pushes import AnyPush
 from extproc.store.rules.documents import Documents, MemoryDocuments
 from extproc.store.rules.session import Question
 from tests.support.engine import make_engine
+from tests.support.messages import body, encoded, headers
+
+CHAT = "/v1/chat/completions"
 
 T = TypeVar("T")
 
@@ -185,6 +188,26 @@ def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:
     finally:
         stream.close()
     return replies
+
+
+def ask(
+    service: Service,
+    data: object = b"{}",
+    path: str = CHAT,
+    **named: Any,  # noqa: ANN401  # of `headers`
+) -> ProcessingResponse:
+    """The answer to one request; headers without a value are not sent."""
+    sent = headers(path, **{name: value for name, value in named.items() if value != ""})
+    return decoded(exchange(service, sent, body(encoded(data)))[-1])
+
+
+def status(answer: ProcessingResponse) -> int:
+    return answer.immediate_response.status.code or 200
+
+
+# Of `ask`
+def send(service: Service, bodies: Iterable[object], **named: Any) -> list[int]:  # noqa: ANN401
+    return [status(ask(service, data, **named)) for data in bodies]
 
 
 def repeat(service: Service, *messages: ProcessingRequest, times: int) -> ProcessingResponse:

@@ -14,8 +14,8 @@ from extproc.operator.session_rows import SessionDocument
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
 from tests.support.engine import ANY
-from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, metadata_of
+from tests.support.service import ask as service_ask
+from tests.support.service import metadata_of, status
 from tests.support.turn_writers import (
     Did,
     as_anthropic,
@@ -66,16 +66,7 @@ def kept(count: int) -> bytes:
 def ask(
     service: Service, data: bytes, session: str = "s", team: str = "t", **more: str
 ) -> ProcessingResponse:
-    named: dict[str, Any] = {
-        "x_team": team,
-        **({"x_session_id": session} if session else {}),
-        **more,
-    }
-    return decoded(exchange(service, headers("/v1/chat/completions", **named), body(data))[-1])
-
-
-def status(answer: ProcessingResponse) -> int:
-    return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
+    return service_ask(service, data, **{"x_team": team, "x_session_id": session, **more})
 
 
 def told(answer: ProcessingResponse) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded, run
+from tests.support.service import ask as service_ask
+from tests.support.service import run, status
 from tests.support.turn_writers import Did, as_chat
 
 STUCK = Did((("run", {"tests": "all"}),), ("3 failed",))
@@ -38,29 +39,28 @@ def turn(number: int, done: Did = STUCK) -> bytes:
     ).encode()
 
 
-def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse, bool]:  # noqa: ANN401  # of `headers`
-    """The answer, and whether it came without waiting for the store."""
+def ask(service: Service, data: bytes, **named: Any) -> ProcessingResponse:  # noqa: ANN401  # of `headers`
+    return service_ask(service, data, **{"path": "/", **USER, **named})
 
-    async def exchange() -> tuple[Reply, bool]:
+
+def waits_for_store(service: Service, data: bytes, **named: Any) -> bool:  # noqa: ANN401  # of `headers`
+    """Send a request. Returns whether its answer waits for the store."""
+
+    async def exchange() -> bool:
         stream = Stream(service)
-        try:
-            stream.receive(headers(**{**USER, **named}).SerializeToString())
-            reply = stream.receive(body(data).SerializeToString())
-            if isinstance(reply, Reply):
-                for _ in range(3):  # what is not waited for is done as well
-                    await asyncio.sleep(0)
-                return reply, True
-            return await reply, False
-        finally:
-            stream.close()
+        stream.receive(headers(**{**USER, **named}).SerializeToString())
+        reply = stream.receive(body(data).SerializeToString())
+        if waits := not isinstance(reply, Reply):
+            await reply
+        await asyncio.sleep(0)
+        stream.close()
+        return waits
 
-    reply, at_once = run(exchange())
-    return decoded(reply), at_once
+    return run(exchange())
 
 
 def send(service: Service, data: bytes, **named: Any) -> int:  # noqa: ANN401  # of `headers`
-    answer, _ = ask(service, data, **named)
-    return answer.immediate_response.status.code if answer.HasField("immediate_response") else 200
+    return status(ask(service, data, **named))
 
 
 # Of `headers`

@@ -4,11 +4,9 @@ import json
 from functools import partial
 from typing import Any
 
-from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.notes import cut_notes
-from tests.support.messages import body, headers, make_marks
-from tests.support.service import decoded, exchange
+from tests.support.messages import make_marks
 
 TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}}
 
@@ -54,10 +52,6 @@ def steered(answer: ProcessingResponse) -> dict[str, Any]:
 def set_headers(answer: ProcessingResponse) -> dict[str, str]:
     options = answer.request_body.response.header_mutation.set_headers
     return {option.header.key: option.header.raw_value.decode() for option in options}
-
-
-def ask(service: Service, data: bytes) -> ProcessingResponse:
-    return decoded(exchange(service, headers("/v1/chat/completions"), body(data))[-1])
 
 
 def without_notes(data: bytes, caller: str = "") -> bytes:

@@ -16,11 +16,7 @@ from extproc.ext_proc.service import Service
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
-from tests.support.looping import encoded
-from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service, metadata_of
-
-PATH = "/v1/chat/completions"
+from tests.support.service import ask, list_uncounted, make_service, metadata_of
 
 _CALLERS = count()
 _WORDS = re.compile(r"Loop detected: (.*?)(?:, so this request was refused)?\. (.*)", re.DOTALL)
@@ -104,26 +100,24 @@ def serve(**keys: Any) -> Service:  # noqa: ANN401  # of `policy`
 
 
 def send(service: Service, value: object, caller: str = "", **named: Any) -> ProcessingResponse:  # noqa: ANN401  # of `headers`
-    sent = headers(PATH, x_caller=caller or f"caller {next(_CALLERS)}", **named)
-    return decoded(exchange(service, sent, body(encoded(value)))[-1])
+    return ask(service, value, x_caller=caller or f"caller {next(_CALLERS)}", **named)
+
+
+# Of `policy`
+def tell_all(values: Iterable[object], session_id: str = "", **keys: Any) -> list[Told]:  # noqa: ANN401
+    service, caller = serve(**keys), f"caller {next(_CALLERS)}"
+    return [
+        read_told(ask(service, each, x_caller=caller, session_id=session_id)) for each in values
+    ]
 
 
 def tell(value: object, **keys: Any) -> Told:  # noqa: ANN401  # of `policy`
-    return read_told(send(serve(**keys), value))
-
-
-def tell_all(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401  # of `policy`
-    caller = f"caller {next(_CALLERS)}"
-    return [read_told(send(serve(**keys), value, caller)) for value in values]
+    return tell_all([value], **keys)[0]
 
 
 # Of `policy`
 def tell_session(values: Iterable[object], **keys: Any) -> list[Told]:  # noqa: ANN401
-    caller = f"caller {next(_CALLERS)}"
-    return [
-        read_told(send(serve(session={}, **keys), value, caller, session_id="s"))
-        for value in values
-    ]
+    return tell_all(values, "s", session={}, **keys)
 
 
 def is_loop(value: object, **keys: Any) -> bool:  # noqa: ANN401  # of `policy`
@@ -140,8 +134,4 @@ def find_reason(value: object, **keys: Any) -> str:  # noqa: ANN401  # of `polic
     """Why a detector does not count a request; empty if it does."""
     service = make_service(policy("p", ANY, **{"similarity": "turns", **keys}))
     send(service, value)
-    samples = [item for metric in service.metrics.uncounted.collect() for item in metric.samples]
-    return next(
-        (item.labels["reason"] for item in samples if item.name.endswith("_total") and item.value),
-        "",
-    )
+    return next(iter(list_uncounted(service)), "")

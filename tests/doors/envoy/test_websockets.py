@@ -25,8 +25,7 @@ from tests.support.harness import PATIENCE, Stack, envoy_version, stack
 from tests.support.messages import headers
 from tests.support.orders import USER, apply_orders, order
 from tests.support.servers import listening
-from tests.support.service import decoded, exchange, headers_of, make_service, sample
-from tests.support.session_limits import status
+from tests.support.service import decoded, exchange, headers_of, make_service, sample, status
 
 POSTS = {"pathPrefix": "/v1/", "methods": ["POST"]}
 WHY = "responses_websocket"

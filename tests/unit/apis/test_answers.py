@@ -24,6 +24,7 @@ from tests.support.looping import looping
 from tests.support.messages import body, headers
 from tests.support.service import (
     FailingStore,
+    ask,
     decoded,
     exchange,
     headers_of,
@@ -200,7 +201,7 @@ def test_all_refusals_have_the_shape_of_their_api(path: str, message_at: tuple[s
         "recursive_loop_detected": repeat(
             make_service(policy("p", ANY)), headers(path, end=True), times=3
         ),
-        "not_json": decoded(exchange(make_service(uncountable), headers(path), body(b"{"))[-1]),
+        "not_json": ask(make_service(uncountable), b"{", path),
         "store_unavailable": decoded(exchange(down, headers(path, end=True))[-1]),
     }
 
@@ -289,9 +290,7 @@ def test_auto_status_of_final_refusal_is_not_retried(sent: dict[str, Any], statu
         policy("p", ANY, similarity="turns", threshold_identical_requests=3, reject_status="auto")
     )
 
-    answer = decoded(
-        exchange(service, headers("/v1/chat/completions", **sent), body(looping(3)))[-1]
-    )
+    answer = ask(service, looping(3), **sent)
 
     assert answer.immediate_response.status.code == status
     assert "Retry-After" not in headers_of(answer)
@@ -313,10 +312,7 @@ def test_mini_swe_agent_gets_404_for_final_refusals(similarity: str, statuses: l
         b'"go"', b'"Then issue `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`."'
     )
 
-    answers = [
-        decoded(exchange(service, headers("/v1/chat/completions"), body(sent))[-1])
-        for _ in statuses
-    ]
+    answers = [ask(service, sent) for _ in statuses]
 
     assert [answer.immediate_response.status.code or 200 for answer in answers] == statuses
 

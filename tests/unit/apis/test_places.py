@@ -17,7 +17,7 @@ from extproc.apis.places import Place, add_notes
 from extproc.request.document import NotCounted, decode_json
 from extproc.request.patch import AMBIGUOUS, Patch
 from tests.support.examples import examples
-from tests.support.looping import encoded
+from tests.support.messages import encoded
 from tests.support.model_requests import HOSTILE
 from tests.support.validators import VALIDATORS
 

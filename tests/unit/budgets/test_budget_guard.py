@@ -11,7 +11,6 @@ from extproc.ext_proc.stream import Stream
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.support.budget_policies import (
-    CHAT,
     NOON,
     REJECT,
     Clock,
@@ -26,6 +25,7 @@ from tests.support.budget_policies import (
 )
 from tests.support.messages import headers
 from tests.support.service import (
+    CHAT,
     FailingStore,
     decoded,
     headers_of,

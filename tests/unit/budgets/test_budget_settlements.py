@@ -16,7 +16,6 @@ from extproc.ext_proc.stream import Stream
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
 from tests.support.budget_policies import (
-    CHAT,
     ask,
     bucket,
     chat,
@@ -30,7 +29,7 @@ from tests.support.budget_policies import (
 )
 from tests.support.messages import headers
 from tests.support.orders import apply_orders, order
-from tests.support.service import FailingStore, make_service, metadata_of, sample
+from tests.support.service import CHAT, FailingStore, make_service, metadata_of, sample
 
 LLM = rule("token_bucket_llm", tokens_per_minute=10_000, tokens_per_day=1_000_000)
 

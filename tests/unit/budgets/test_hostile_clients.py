@@ -13,18 +13,8 @@ from hypothesis import strategies as st
 
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
-from tests.support.budget_policies import (
-    CHAT,
-    REJECT,
-    Clock,
-    ask,
-    chat,
-    limited,
-    refused,
-    rule,
-    tell,
-)
-from tests.support.service import headers_of, make_service, metadata_of
+from tests.support.budget_policies import REJECT, Clock, ask, chat, limited, refused, rule, tell
+from tests.support.service import CHAT, headers_of, make_service, metadata_of
 
 STREAM = {"content-type": "text/event-stream"}
 LARGE = 10**8

@@ -10,11 +10,11 @@ import pytest
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.coverage_report import make_report
 from extproc.operator.board import View
-from tests.support.budget_policies import CHAT, ask, bucket, chat, limited, refused, rule, serve
+from tests.support.budget_policies import ask, bucket, chat, limited, refused, rule, serve
 from tests.support.bundles import check
 from tests.support.messages import headers
 from tests.support.pages import STATE
-from tests.support.service import decoded, exchange, sample
+from tests.support.service import CHAT, decoded, exchange, sample
 
 USER = ["header:x-user-id"]
 BREAKER = {"enabled": True, "spend_rate_threshold_per_minute": 4}

@@ -14,7 +14,6 @@ from extproc.operator.admin.coverage_report import make_report
 from extproc.operator.board import View
 from extproc.request.document import MAX_STEPS, Document, NotCounted
 from tests.support.budget_policies import (
-    CHAT,
     REJECT,
     ask,
     chat,
@@ -27,7 +26,7 @@ from tests.support.budget_policies import (
 )
 from tests.support.bundles import check
 from tests.support.pages import STATE
-from tests.support.service import metadata_of, sample
+from tests.support.service import CHAT, metadata_of, sample
 
 DAY: dict[str, Any] = {"period": "1d", "staged_actions": REJECT}
 TOKENS = rule("cost_based", budget=10_000, cost_key="usage:tokens", **DAY)

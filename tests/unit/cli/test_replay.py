@@ -26,8 +26,7 @@ from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.replaying import Replayed
-from tests.support.service import decoded, exchange, make_service, metadata_of
-from tests.support.session_limits import status
+from tests.support.service import decoded, exchange, make_service, metadata_of, status
 from tests.support.turn_writers import Did, as_chat
 
 pytestmark = pytest.mark.compiled  # logs are judged by what is compiled

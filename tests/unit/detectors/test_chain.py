@@ -10,8 +10,8 @@ import pytest
 from extproc.apis import open_conversation
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.request.document import Document
-from tests.support.looping import encoded
 from tests.support.memory import forget
+from tests.support.messages import encoded
 from tests.support.service import make_service
 from tests.support.sessions import STUCK, agents, send, send_all
 from tests.support.turn_writers import SHAPES, Did, as_chat

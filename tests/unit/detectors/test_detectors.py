@@ -28,9 +28,9 @@ from extproc.store.rules.windows import UNCOUNTED, Count
 from tests.support import ROOT
 from tests.support.documents import policy
 from tests.support.engine import ANY, keys, make_engine
-from tests.support.looping import encoded, looked_into, looping, post, several
+from tests.support.looping import looked_into, looping, post, several
 from tests.support.loops import Guard
-from tests.support.messages import body, headers
+from tests.support.messages import body, encoded, headers
 from tests.support.service import (
     FailingStore,
     decoded,

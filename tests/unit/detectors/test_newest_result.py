@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.looping import encoded
 from tests.support.loops import WRITERS
+from tests.support.messages import encoded
 from tests.support.scanning import scan_values
-from tests.support.service import make_service
-from tests.support.session_limits import ask, limited, status
+from tests.support.service import make_service, status
+from tests.support.session_limits import ask, limited
 from tests.support.sessions import STUCK, agents, send_all
 from tests.support.turn_writers import Did, Writer, as_chat
 

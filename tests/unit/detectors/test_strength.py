@@ -15,7 +15,7 @@ from extproc.request.document import Document
 from extproc.sessions.rates import Prices
 from tests.support.documents import policy
 from tests.support.engine import ANY
-from tests.support.looping import encoded
+from tests.support.messages import encoded
 from tests.support.service import make_service, sample
 from tests.support.told import find_strength, is_loop, send, tell, tell_all
 from tests.support.turn_writers import SHAPES, Did, as_chat

@@ -21,7 +21,7 @@ from tests.support.engine import ANY
 from tests.support.loops import WRITERS, Write
 from tests.support.model_requests import HOSTILE
 from tests.support.service import FailingStore, make_service, sample
-from tests.support.sessions import agents, ask
+from tests.support.sessions import agents, waits_for_store
 from tests.support.told import is_loop, read_told, send, tell, tell_all, tell_session
 from tests.support.turn_writers import (
     SHAPES,
@@ -602,9 +602,7 @@ def test_only_undecided_requests_wait_for_the_ring(body: dict[str, Any], waits: 
         agents(tools={"wait": {"allow": True}}), store=FailingStore("nothing", later=True)
     )
 
-    _, at_once = ask(service, json.dumps(body).encode(), session_id="s")
-
-    assert at_once is not waits
+    assert waits_for_store(service, json.dumps(body).encode(), session_id="s") == waits
 
 
 _TRIED = means([(f"try{n}", "error: no such table") for n in range(6)])

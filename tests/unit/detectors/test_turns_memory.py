@@ -16,8 +16,8 @@ from extproc.detectors.turn import MAX_ENTRY, decode_turn, get_failure_id
 from extproc.detectors.turns import Turns
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import INSPECTION, STEP, UNITS, Document
-from tests.support.looping import encoded
 from tests.support.memory import forget
+from tests.support.messages import encoded
 from tests.support.told import tell
 from tests.support.turn_writers import Did, as_chat
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.looping import encoded
 from tests.support.loops import STATELESS, Guard, Write
+from tests.support.messages import encoded
 from tests.support.told import tell
 from tests.support.turn_writers import SHAPES, Did
 

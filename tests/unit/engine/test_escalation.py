@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.decision import Action
-from tests.support.looping import encoded, looping
+from tests.support.looping import looping
 from tests.support.loops import STATELESS, Guard
+from tests.support.messages import encoded
 from tests.support.turn_writers import Did, as_chat
 
 STEPS: dict[str, Any] = {

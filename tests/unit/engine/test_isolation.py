@@ -15,8 +15,8 @@ import pytest
 from extproc.ext_proc.budget import BURST_SECONDS
 from extproc.store.rules.session import Question
 from tests.support.documents import policy
-from tests.support.looping import encoded, looping
-from tests.support.messages import body, headers
+from tests.support.looping import looping
+from tests.support.messages import body, encoded, headers
 from tests.support.service import (
     FailingStore,
     decoded,

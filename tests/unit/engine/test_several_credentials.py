@@ -21,9 +21,8 @@ from extproc.request.http import HttpRequest, StatedFacts
 from tests.support.budget_policies import REJECT, bucket, limited, refused, rule
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
-from tests.support.messages import body, headers
 from tests.support.orders import apply_orders, order
-from tests.support.service import decoded, exchange, make_service, metadata_of, sample
+from tests.support.service import ask, make_service, metadata_of, sample
 from tests.support.session_limits import turns
 
 KEY = HashKey(bytes(range(32)))
@@ -52,7 +51,7 @@ def send(
     shown: dict[str, Any] = {
         name: value.replace("JUNK", f"junk-{next(JUNK)}") for name, value in named.items()
     }
-    return decoded(exchange(service, headers(path, **shown), body(data))[-1])
+    return ask(service, data, path, **shown)
 
 
 def judge(

@@ -22,8 +22,7 @@ from tests.support.edit_fuzzer import try_one
 from tests.support.engine import ANY
 from tests.support.extent import deepen
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service, metadata_of, sample
-from tests.support.session_limits import status
+from tests.support.service import decoded, exchange, make_service, metadata_of, sample, status
 from tests.support.steering import changed
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 

@@ -14,8 +14,7 @@ from tests.support import turn_writers
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service, receive, sample
-from tests.support.session_limits import status
+from tests.support.service import decoded, exchange, make_service, receive, sample, status
 from tests.support.turn_writers import Did, as_chat
 
 LIMIT = 65_536

@@ -41,8 +41,8 @@ from tests.support.service import (
     receive,
     repeat,
     sample,
+    status,
 )
-from tests.support.session_limits import status
 
 
 def test_request_is_decided_with_its_complete_body() -> None:

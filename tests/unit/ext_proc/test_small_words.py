@@ -16,8 +16,16 @@ from extproc.operator.admin.html import count
 from tests.support.budget_policies import serve
 from tests.support.documents import policy
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, sample
-from tests.support.session_limits import ask, limited, status, told
+from tests.support.service import (
+    decoded,
+    exchange,
+    headers_of,
+    make_service,
+    metadata_of,
+    sample,
+    status,
+)
+from tests.support.session_limits import ask, limited, told
 from tests.support.turn_writers import Did, as_chat
 
 ANY = {"pathPrefix": "/"}

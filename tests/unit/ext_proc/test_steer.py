@@ -17,15 +17,22 @@ from extproc.pb.external_processor_pb2 import ProcessingRequest
 from extproc.request.notes import CLOSING, END, OPENING
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
-from tests.support.looping import encoded, looked_into, looping, post, several
-from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service, metadata_of, repeat, sample
-from tests.support.session_limits import status
+from tests.support.looping import looked_into, looping, post, several
+from tests.support.messages import body, encoded, headers
+from tests.support.service import (
+    ask,
+    decoded,
+    exchange,
+    make_service,
+    metadata_of,
+    repeat,
+    sample,
+    status,
+)
 from tests.support.steering import (
     DECLARED,
     FORBIDDEN,
     TURNS,
-    ask,
     changed,
     last_text,
     set_headers,

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from extproc.ext_proc.service import Service
-from tests.support.messages import body, headers
 from tests.support.service import (
-    decoded,
-    exchange,
+    ask,
     headers_of,
     list_uncounted,
     make_service,
@@ -113,7 +111,7 @@ def _sum_uncounted(service: Service) -> dict[str, float]:
 
 
 def _refused_for(service: Service, path: str, data: bytes, user: str = "u") -> str:
-    answer = decoded(exchange(service, headers(path, x_user=user), body(data))[-1])
+    answer = ask(service, data, path, x_user=user)
     return (
         headers_of(answer).get("X-Fairvisor-Reason", "")
         if answer.HasField("immediate_response")

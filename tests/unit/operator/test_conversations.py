@@ -26,13 +26,12 @@ from extproc.operator.loop_rows import (
     LoopDocument,
 )
 from extproc.operator.standing_orders import OrderIndex, ShownRow, concerns
-from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.operated import Ahead, Operated
 from tests.support.orders import USER, apply_orders, order
-from tests.support.service import decoded, exchange, make_service
+from tests.support.service import CHAT, decoded, exchange, make_service
 from tests.support.turn_writers import Did, as_chat
 
 TURNS: dict[str, Any] = {

@@ -13,12 +13,11 @@ from extproc.decision import ToolFailure
 from extproc.operator.incident_table import LONGEST_SECONDS, REST_SECONDS, IncidentTable
 from extproc.operator.loop_rows import INCIDENT_SECONDS
 from extproc.operator.row_events import IncidentEvents
-from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.operated import Ahead, Operated
-from tests.support.service import decoded, exchange, metadata_of
+from tests.support.service import CHAT, decoded, exchange, metadata_of
 from tests.support.steering import TURNS, steered
 from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
 

@@ -11,14 +11,13 @@ import pytest
 from extproc.cli.main import main
 from extproc.ext_proc.access_log import read_message
 from extproc.ext_proc.service import Service
-from tests.support.budget_policies import CHAT, REJECT, rule
+from tests.support.budget_policies import REJECT, rule
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.envoy_logs import log
-from tests.support.messages import body, headers
 from tests.support.operated import Operated
 from tests.support.orders import USER
-from tests.support.service import decoded, exchange, metadata_of
+from tests.support.service import ask, metadata_of
 from tests.support.turn_writers import Did, as_chat
 
 REQUESTS = 10
@@ -48,9 +47,7 @@ def loop(
         for n in range(3 + number)
     ]
     content = json.dumps(as_chat(turns)).encode()
-    answer = decoded(
-        exchange(service, headers(CHAT, x_user_id="ann", x_session_id="s"), body(content))[-1]
-    )
+    answer = ask(service, content, x_user_id="ann", x_session_id="s")
     if log_on is not None:
         sessions = json.loads(metadata_of(answer)["sessions"])
         message = log({"told": told, "sessions": sessions, "sizes": (len(content), 4_000)})

@@ -37,15 +37,23 @@ from extproc.operator.overrides import (
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.session_limits import BUDGET_KEYS
-from tests.support.budget_policies import CHAT
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import body, headers
 from tests.support.operated import ALL, Ahead, Away, Operated, send
 from tests.support.orders import USER, apply_orders, order
-from tests.support.service import FailingStore, decoded, exchange, headers_of, make_service, sample
+from tests.support.service import (
+    CHAT,
+    FailingStore,
+    decoded,
+    exchange,
+    headers_of,
+    make_service,
+    sample,
+    status,
+)
 from tests.support.session_limits import ask as ask_in_session
-from tests.support.session_limits import limited, status, told, turns
+from tests.support.session_limits import limited, told, turns
 from tests.support.sessions import agents, send_all, turn
 from tests.support.windows import WINDOW_TYPES
 

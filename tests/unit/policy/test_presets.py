@@ -13,9 +13,9 @@ import pytest
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.presets import PRESETS, find_preset
 from tests.support import ROOT
-from tests.support.budget_policies import CHAT, chat, serve, warning_of
+from tests.support.budget_policies import chat, serve, warning_of
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, headers_of, metadata_of
+from tests.support.service import CHAT, ask, decoded, exchange, headers_of, metadata_of
 
 CASES: Final = {
     "every 45 seconds (a monitor)": (60, 45_000),
@@ -183,10 +183,7 @@ def test_presets_stop_loops_and_pass_similar_traffic(name: str) -> None:
 def test_refused_loop_gets_a_retry_after() -> None:
     service, _ = serve(read_preset("sessions"))
     answers = [
-        decoded(
-            exchange(service, headers(CHAT, authorization=f"Bearer {key}"), body(chat("Hi")))[-1]
-        )
-        for key in ["k"] * 25 + ["l"]
+        ask(service, chat("Hi"), authorization=f"Bearer {key}") for key in ["k"] * 25 + ["l"]
     ]
 
     refusal = headers_of(answers[24])

@@ -30,9 +30,10 @@ from extproc.request.notes import (
 from extproc.request.quoting import quote, quote_all
 from tests.support.documents import policy
 from tests.support.engine import ANY
-from tests.support.looping import encoded, looping
-from tests.support.messages import body, headers
+from tests.support.looping import looping
+from tests.support.messages import body, encoded, headers
 from tests.support.service import (
+    ask,
     decoded,
     exchange,
     list_uncounted,
@@ -42,7 +43,7 @@ from tests.support.service import (
     sample,
 )
 from tests.support.session_limits import limited
-from tests.support.steering import TURNS, ask, changed, last_text, steered, without_notes
+from tests.support.steering import TURNS, changed, last_text, steered, without_notes
 from tests.support.turn_writers import SHAPES, STYLES, Did, Writer, as_text
 
 CHAT = "/v1/chat/completions"
@@ -354,10 +355,7 @@ def judge(
 ) -> list[dict[str, Any]]:
     service = make_service(*policies, record=True)
     service.key = key
-    return [
-        metadata_of(decoded(exchange(service, headers(CHAT, **more), body(data))[-1]))
-        for data in bodies
-    ]
+    return [metadata_of(ask(service, data, **more)) for data in bodies]
 
 
 def compare(policies: Sequence[Mapping[str, Any]], *bodies: bytes, **more: Any) -> list[str]:  # noqa: ANN401  # as above
@@ -383,9 +381,7 @@ def test_copied_note_is_content_elsewhere() -> None:
     service = make_service(policy("p", ANY, limit_keys=["header:x-a"], **TURNS))
 
     def send(data: bytes, caller: str = "ann") -> str:
-        return last_text(
-            steered(decoded(exchange(service, headers(CHAT, x_a=caller), body(data))[-1]))
-        )
+        return last_text(steered(ask(service, data, x_a=caller)))
 
     copied = send(looping(3)).removeprefix("no such file\n\n")
     copy = looping(3, result=f"x\n\n{copied}")
@@ -411,7 +407,7 @@ def test_copied_note_hides_only_itself() -> None:
 def test_second_loopguard_recognises_notes_of_callers(keys: list[str]) -> None:
     sent = looping(3, user="ann")
     first = make_service(policy("p", ANY, limit_keys=keys, **TURNS))
-    noted = changed(decoded(exchange(first, headers(CHAT, x_a="ann"), body(sent))[-1]))
+    noted = changed(ask(first, sent, x_a="ann"))
 
     plain, second = judge(
         [policy("q", ANY, limit_keys=keys, similarity="turns")], sent, noted, x_a="ann"
@@ -445,7 +441,7 @@ def test_shadow_policies_do_not_change_what_is_a_note() -> None:
     """What an enforcing policy compares does not depend on shadow policies."""
     caller: dict[str, Any] = {"x_a": "ann", "x_b": "b"}
     steering = make_service(policy("p", ANY, limit_keys=["header:x-a"], **TURNS))
-    noted = changed(decoded(exchange(steering, headers(CHAT, **caller), body(looping(3)))[-1]))
+    noted = changed(ask(steering, looping(3), **caller))
     enforcing = policy("e", ANY, similarity="canonical", limit_keys=["header:x-b"])
     counting: dict[str, Any] = {"similarity": "canonical", "threshold_identical_requests": 2}
     shadow = policy("s", ANY, mode="shadow", limit_keys=["header:x-a"], **counting)
@@ -549,10 +545,7 @@ OWN_NOTE = {"action": "steer", "steer_note": "{what} {tools} {instead}"}
 def test_tool_name_is_quoted_wherever_a_model_reads_it(made: dict[str, Any], sent: bytes) -> None:
     service = make_service(made)
 
-    answer = [
-        decoded(exchange(service, headers(CHAT, x_team="t", x_session_id="s"), body(sent))[-1])
-        for _ in range(3)
-    ][-1]
+    answer = [ask(service, sent, x_team="t", x_session_id="s") for _ in range(3)][-1]
 
     if noted := changed(answer):
         said = last_text(json.loads(noted)).partition(OPENING)[2].rpartition(CLOSING)[0].strip()

@@ -28,8 +28,15 @@ from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import body, headers
 from tests.support.operated import Operated
-from tests.support.service import decoded, exchange, list_uncounted, make_service, metadata_of
-from tests.support.session_limits import limited, status
+from tests.support.service import (
+    decoded,
+    exchange,
+    list_uncounted,
+    make_service,
+    metadata_of,
+    status,
+)
+from tests.support.session_limits import limited
 
 KEY = HashKey(bytes(range(32)))
 CALLER = FirstOf(first_of=["jwt:sub", "credential", "header:x-user-id"], name="caller")

@@ -25,7 +25,7 @@ from tests.support.conversations import (
 )
 from tests.support.examples import examples
 from tests.support.orders import apply_orders, order
-from tests.support.service import make_service, sample
+from tests.support.service import make_service, sample, status
 from tests.support.session_limits import (
     TOOL,
     WRITERS,
@@ -36,7 +36,6 @@ from tests.support.session_limits import (
     limited,
     nameless,
     settle,
-    status,
     told,
     write,
 )

@@ -15,8 +15,8 @@ from extproc.sessions.changing import MOST_IN_A_ROW
 from extproc.sessions.names import SessionNames, hash_session
 from extproc.sessions.session_limits import BUDGET_KEYS, CONVERSATION_KEYS
 from tests.support.bundles import check, refused, spec
-from tests.support.service import make_service, metadata_of, sample
-from tests.support.session_limits import ask, limited, status, turns
+from tests.support.service import make_service, metadata_of, sample, status
+from tests.support.session_limits import ask, limited, turns
 from tests.support.sessions import agents, turn
 from tests.support.sessions import ask as sessions_ask
 
@@ -151,7 +151,7 @@ def test_policy_key_may_match_any_vendor() -> None:
 def test_record_has_the_headers_that_name_sessions() -> None:
     service = make_service(agents(), record=True)
 
-    answer = sessions_ask(service, turn(1), x_acme_session_id="s", x_parent_session_id="p")[0]
+    answer = sessions_ask(service, turn(1), x_acme_session_id="s", x_parent_session_id="p")
 
     recorded = metadata_of(answer)["record"]["headers"]
     assert recorded["x-acme-session-id"]

@@ -30,6 +30,7 @@ from tests.support.service import (
     metadata_of,
     receive,
     sample,
+    status,
 )
 from tests.support.session_limits import (
     TOOL,
@@ -42,7 +43,6 @@ from tests.support.session_limits import (
     nameless,
     send,
     settle,
-    status,
     told,
     turns,
 )

@@ -14,7 +14,7 @@ from extproc.store.memory import MemoryStore
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.service import FailingStore, make_service, metadata_of, sample
-from tests.support.sessions import STUCK, agents, ask, send, send_all, turn
+from tests.support.sessions import STUCK, agents, ask, send, send_all, turn, waits_for_store
 from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
 
 
@@ -185,7 +185,7 @@ def test_shadow_policy_has_its_own_ring() -> None:
     service = make_service(
         agents(mode="shadow"), policy("loops", ANY, threshold_identical_requests=100)
     )
-    answers = [ask(service, turn(n), session_id="s")[0] for n in range(1, 4)]
+    answers = [ask(service, turn(n), session_id="s") for n in range(1, 4)]
 
     found = metadata_of(answers[-1])
 
@@ -256,10 +256,11 @@ def test_only_requests_that_need_the_ring_wait() -> None:
         for number in (98, 99)
     ]
 
-    assert [ask(service, data, session_id="s")[1] for data in whole] == [True, True]
-    assert ask(service, turn(100), session_id="s")[1] is False
+    assert [waits_for_store(service, data, session_id="s") for data in whole] == [False, False]
+    assert waits_for_store(service, turn(100), session_id="s")
     assert send(service, turn(101), session_id="s") == 429
-    assert ask(service, json.dumps(as_chat([STUCK] * 3)).encode(), session_id="s")[1] is True
+    looping = json.dumps(as_chat([STUCK] * 3)).encode()
+    assert not waits_for_store(service, looping, session_id="s")
 
 
 def test_store_failure_without_waiting_request_is_counted() -> None:

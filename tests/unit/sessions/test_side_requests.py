@@ -13,8 +13,8 @@ from extproc.request.document import Document
 from extproc.sessions.history import read_tool_calls
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, make_service
-from tests.support.session_limits import TOOL, ask, limited, status, turns
+from tests.support.service import decoded, exchange, make_service, status
+from tests.support.session_limits import TOOL, ask, limited, turns
 from tests.support.sessions import agents, send, turn
 from tests.support.turn_writers import Did, as_chat, as_gemini
 

@@ -17,7 +17,15 @@ from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
 from tests.support.messages import body, headers
-from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, sample
+from tests.support.service import (
+    decoded,
+    exchange,
+    headers_of,
+    make_service,
+    metadata_of,
+    sample,
+    status,
+)
 from tests.support.session_limits import (
     ask,
     changed,
@@ -25,7 +33,6 @@ from tests.support.session_limits import (
     limit_of,
     limited,
     settle,
-    status,
     told,
     turns,
 )

@@ -21,7 +21,7 @@ from extproc.sessions.rates import Usage
 from extproc.store.memory import MemoryStore
 from tests.support.bundles import check, plain, refused, spec
 from tests.support.examples import examples
-from tests.support.service import make_service, sample
+from tests.support.service import make_service, sample, status
 from tests.support.session_limits import (
     TOOL,
     WRITERS,
@@ -33,7 +33,6 @@ from tests.support.session_limits import (
     limited,
     nameless,
     settle,
-    status,
     told,
     turns,
     unnamed,

@@ -30,8 +30,8 @@ from extproc.operator.row_events import SessionEvents
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.names import hash_session
 from tests.support.orders import apply_orders, order
-from tests.support.service import headers_of, make_service, sample
-from tests.support.session_limits import TOOL, ask, describe, limited, nameless, status, told, turns
+from tests.support.service import headers_of, make_service, sample, status
+from tests.support.session_limits import TOOL, ask, describe, limited, nameless, told, turns
 from tests.support.turn_writers import Did, as_chat
 
 ROOT = "root"
