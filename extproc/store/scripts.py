@@ -45,6 +45,9 @@ MAX_WEIGHT: Final = 16
 A script blocks the server for all clients: 1 ms at worst.
 """
 
+_TIMES: Final = 1_000
+"""A sliding log weighs 1 for each of this many times, many of which may be too old at once."""
+
 
 def write_word(word: str | int | bytes) -> bytes:
     """Encode one word of a command as a bulk string (RESP)."""
@@ -167,7 +170,8 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
         times + owed,
         moment,
     )
-    return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed)
+    weight = max(1, last // _TIMES) if is_log else 0
+    return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed, (), weight)
 
 
 _SESSION = Script("session", partial(_read_each, read_standing), ("tree", "root"))

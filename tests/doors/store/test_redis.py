@@ -777,6 +777,17 @@ def ask_old_log(driver: Driver, one: Server, number: int) -> Callable[[], object
     return lambda: driver.count([hit], 11_000 - number % 2)
 
 
+def ask_half_old_logs(driver: Driver, one: Server, _: int) -> Callable[[], object]:
+    """Requests of many keys, each with 1,000 remembered times, half of which are too old."""
+    hits = [
+        make_hit("sliding_log", key=str(place), threshold=1_000, count_to=1_000)
+        for place in range(MAX_BATCH)
+    ]
+    for hit in hits:
+        one.client().rpush(f"loopguard:{driver.key(hit)}", 0, *range(1_000))
+    return lambda: driver.count(hits, 10_500)
+
+
 def ask_many(driver: Driver, _: Server, number: int) -> Callable[[], object]:
     hits = [make_hit(WINDOW_TYPES[number % 3], key=str(place)) for place in range(MAX_BATCH)]
     return lambda: driver.count(hits)
@@ -821,7 +832,7 @@ def ask_budgets(driver: Driver, _: Server, __: int) -> Callable[[], object]:
 
 @pytest.mark.parametrize(
     "prepare",
-    [ask_old_log, ask_many, ask_long_histories, ask_large_tree, ask_conversations, ask_budgets],
+    [ask_old_log, ask_half_old_logs, ask_many, ask_long_histories, ask_large_tree, ask_conversations, ask_budgets],
 )
 def test_no_script_holds_the_server(
     driver: Driver, one: Server, prepare: Callable[[Driver, Server, int], Callable[[], object]]
