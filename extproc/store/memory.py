@@ -318,13 +318,13 @@ class MemoryStore:
         return standing
 
     def _enter(self, asked: Step, now: int) -> int:
-        """Begin a session of the tenant; returns how often its idle time is halved."""
+        """Begin a session of the caller; returns how often its idle time is halved."""
         lifetime = asked.limits.idle_ms
-        entry = self._take(asked.tenant, lifetime)
+        entry = self._take(asked.caller, lifetime)
         begun, halvings = enter(
             bytes(entry[_TIMES.size :]) if entry is not None else None, asked.limits, now
         )
-        self._put(asked.tenant, lifetime, _TIMES.pack(now, 0) + begun, now)
+        self._put(asked.caller, lifetime, _TIMES.pack(now, 0) + begun, now)
         return halvings
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:

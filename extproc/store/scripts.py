@@ -183,7 +183,7 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)
     tree, search = asked.tree, asked.search
-    others: tuple[str, ...] = (asked.tenant,)
+    others: tuple[str, ...] = (asked.caller,)
     if tree is not None:
         others = (*others, tree.key)
     if search is not None:

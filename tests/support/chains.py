@@ -25,12 +25,12 @@ class Sent(NamedTuple):
 
 
 def make_link(
-    sent: Sent, *, tenant: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int
+    sent: Sent, *, caller: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int
 ) -> ChainLink:
     turns = [Spoken([_widen(message) for message in turn.split("+")], []) for turn in sent.shown]
     place = ChainPlace(_widen(sent.first), turns)
     entry = sent.entry.encode() if sent.shown else b""
-    return chains.make_link("default", "", tenant, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields
+    return chains.make_link("default", "", caller, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields
 
 
 def _widen(text: str) -> bytes:

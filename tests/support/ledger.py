@@ -49,7 +49,7 @@ def make_record(number: int, tool: str = "read", arguments: str = "a", since: in
 
 
 def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **changes: Any) -> Step:  # noqa: ANN401  # Step's own
-    """Request of a number, in a session of a tenant whose digits are 7f."""
+    """Request of a number, in a session of a caller whose digits are 7f."""
     shown = sorted({record[6:10] for record in calls})
     tools = tuple((tool, tool.decode("latin-1").rstrip(".")) for tool in shown)
     keys = ("session:p::s1:7f", "sessions:p::7f")
@@ -322,9 +322,9 @@ class Book:
         if isinstance(asked, Settlement):
             return account.settle(asked, now) if account is not None else Standing(retry=True)
         if account is None:
-            began = self._begun.get(asked.tenant, [])
+            began = self._begun.get(asked.caller, [])
             began = [*(began if began and abs(now - began[0]) < asked.limits.idle_ms else []), now]
-            self._begun[asked.tenant] = began
+            self._begun[asked.caller] = began
             account = self._accounts[asked.key] = Account(now, asked.earlier)
             most = asked.limits.max_sessions
             if len(began) > most:

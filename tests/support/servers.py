@@ -452,7 +452,7 @@ class Driver:
         return list(self.settled(lambda store: store.hit(placed, now)))
 
     def place(self, asked: Step | Settlement) -> Step | Settlement:
-        keys = ("key", "tenant") if isinstance(asked, Step) else ("key",)
+        keys = ("key", "caller") if isinstance(asked, Step) else ("key",)
         tree = asked.tree if isinstance(asked, Step) else None
         search = asked.search if isinstance(asked, Step) else None
         more: dict[str, Any] = {}

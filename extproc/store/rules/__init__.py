@@ -7,7 +7,7 @@
 | `ring` | the newest entries of a key | packed |
 | `chain` | a conversation, recognized by the history in its requests | packed |
 | `take_back` | removes requests whose upstream failed | of `tally`, `sliding_log` and `chain` |
-| `session` | the usage of a session, and the number of sessions of a tenant | packed |
+| `session` | the usage of a session, and the number of sessions of a caller | packed |
 | `tree` | the agents below a session; a part of `session` | packed |
 | `root` | the root of an agent that names its parent; part of `roots` and `session` | a digest |
 | `budget` | buckets, periods of the calendar, breakers at a rate of spending | packed |

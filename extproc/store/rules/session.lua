@@ -1,9 +1,9 @@
 -- session: lets requests of sessions through or refuses them, and settles those that were let through.
 --
--- KEYS     for each step two keys, in one hash slot: the session's ledger, and the number of the tenant's sessions; if it has
+-- KEYS     for each step two keys, in one hash slot: the session's ledger, and the number of the caller's sessions; if it has
 --          a place in a tree, also the key of that tree; if its session is to be found, also the agent's own key and its
 --          parent's, as roots.lua has them; for each settlement the ledger's key. A single step may come with its first key
---          only; then the tenant's sessions are not counted, its agents have no limits, and its session is the one in the key.
+--          only; then the caller's sessions are not counted, its agents have no limits, and its session is the one in the key.
 --          If a session is found, its ledger and tree are named like those in KEYS, in the same slot
 -- ARGV     for each step or settlement, or once if they are the same for all, seven values: now_ms (-1: the server's clock);
 --          the question, packed as ASKED, in which a settlement has its tokens and model_ms in place of records, earlier,
@@ -500,14 +500,14 @@ local function move_step(key, tree_key, asked, root) -- see session.py
   return move_key(key, old, new), tree_key
 end
 
-local function take_step(key, tenant, tree_key, own_key, parent_key, asked)
+local function take_step(key, caller, tree_key, own_key, parent_key, asked)
   local root = nil
   if own_key then
     root = find_root(own_key, parent_key, asked.parent, asked.root_ttl)
     key, tree_key = move_step(key, tree_key, asked, root)
   end
   local l = recall(key, asked)
-  l = l or make(asked.now, asked.earlier, tenant and enter(tenant, asked) or 0)
+  l = l or make(asked.now, asked.earlier, caller and enter(caller, asked) or 0)
   close_old(l, asked.now)
   local known, times = find_identity(l, asked.identity)
   if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls

@@ -145,7 +145,7 @@ class Limits:
     Attributes:
         idle_ms: time after the last request that was let through at which a session is forgotten,
             in milliseconds.
-        max_sessions: number of sessions that a tenant may begin within `idle_ms` before later ones
+        max_sessions: number of sessions that a caller may begin within `idle_ms` before later ones
             end sooner.
         steps: number of requests that are let through.
         tool_calls: number of calls of all tools together.
@@ -217,8 +217,8 @@ class Step:
     """One request of a session, as a question to the store; never changed.
 
     Attributes:
-        key: the key of the session's ledger; it ends in two hex digits of the tenant.
-        tenant: the key of the number of sessions that the tenant has begun; it ends in the same two
+        key: the key of the session's ledger; it ends in two hex digits of the caller.
+        caller: the key of the number of sessions that the caller has begun; it ends in the same two
             digits.
         limits: the limits of the session.
         identity: a digest of the request, 8 bytes; repeating one of the session's last 16 is a
@@ -241,7 +241,7 @@ class Step:
     def __init__(  # noqa: PLR0913  # a record
         self,
         key: str,
-        tenant: str,
+        caller: str,
         limits: Limits,
         identity: bytes,
         call: bytes,
@@ -263,7 +263,7 @@ class Step:
         self.total = total
         self.newest = newest
         self.key = key
-        self.tenant = tenant
+        self.caller = caller
         self.limits = limits
         self.identity = identity
         self.call = call
@@ -317,7 +317,7 @@ class Standing:
         reserved: reserved for calls that are not settled yet.
         killed: the reason, an index into `KILLED`.
         age_ms: time since the session began, in milliseconds.
-        crowded: it ends sooner, because its tenant has begun more than `Limits.max_sessions`.
+        crowded: it ends sooner, because its caller has begun more than `Limits.max_sessions`.
         retry: the request repeats one of the session's last 16, or is a side request, so it is not
             a step. Of a settlement: no call of its name was open.
         tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with
@@ -513,10 +513,10 @@ _MOST_HALVINGS: Final = 6
 
 
 def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, int]:
-    """Begin a session of a tenant; returns the new state, and how often its idle time is halved.
+    """Begin a session of a caller; returns the new state, and how often its idle time is halved.
 
-    If a tenant begins more than `max_sessions` within `idle_ms`, each later session is kept for
-    about the time in which the tenant begins that many. So the oldest idle sessions go first, and
+    If a caller begins more than `max_sessions` within `idle_ms`, each later session is kept for
+    about the time in which the caller begins that many. So the oldest idle sessions go first, and
     about `max_sessions` are kept. Sessions that were refused or killed, or have used up a limit,
     are kept for `idle_ms`: they must not end because of new ones.
     """
@@ -550,7 +550,7 @@ def move_step(asked: Step, root: bytes) -> Step:
         place = TreeStep(place.key.replace(old, new, 1), place.limits, agent, parent)
     return Step(
         asked.key.replace(old, new, 1),
-        asked.tenant,
+        asked.caller,
         asked.limits,
         asked.identity,
         asked.call,
@@ -573,7 +573,7 @@ class Ledger:
 
     Attributes:
         idle_ms: how long it is kept, according to the last limits.
-        halvings: how often that time is halved, if the tenant has begun more than
+        halvings: how often that time is halved, if the caller has begun more than
             `Limits.max_sessions`; see `enter`.
         narrowed_at: 1 + the number of calls of tools without limits of their own, when the first
             step was let through after all tool calls were used up; 0 before.

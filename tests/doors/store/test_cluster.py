@@ -152,10 +152,10 @@ def test_slots_that_move_are_followed(six: list[Server], client: str) -> None:
         ]
 
         def request(number: int, sessions: int) -> tuple[list[int], list[int]]:
-            tenant, limits = f"sessions:{numbers[0]:02x}", limit(idle_ms=600_000)
+            caller, limits = f"sessions:{numbers[0]:02x}", limit(idle_ms=600_000)
             keys = [f"moving:{name}:{numbers[0]:02x}" for name in range(sessions)]
             standings = driver.account(
-                [make_step(number, limits, key=key, tenant=tenant) for key in keys]
+                [make_step(number, limits, key=key, caller=caller) for key in keys]
             )
             return [answer.count for answer in ask(driver, hits)], [
                 standing.steps for standing in standings
@@ -258,7 +258,7 @@ def test_reject_counts_nothing_of_a_refused_request(three: list[Server]) -> None
     keys = [name_keys(1, node)[0] for node in range(2)]
     hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
     step, gone = (
-        make_step(1, NO_LIMITS, key=f"open:{key}", tenant=f"tenant:{key}") for key in keys
+        make_step(1, NO_LIMITS, key=f"open:{key}", caller=f"caller:{key}") for key in keys
     )
     with Driver(
         f"redis+cluster://{three[0].address}", on_store_error="reject", store_timeout=AWAY_AFTER

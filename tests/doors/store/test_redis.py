@@ -689,10 +689,10 @@ def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poiso
     good_hits = [replace(hit, key=f"good-{hit.key}") for hit in hits]
     ring, good_ring = make_push("a", key="bad"), make_push("a", key="good")
     sessions = [
-        make_step(1, NO_LIMITS, key=f"{name}:7f", tenant=f"{name} tenant:7f")
+        make_step(1, NO_LIMITS, key=f"{name}:7f", caller=f"{name} caller:7f")
         for name in ("bad", "worse")
     ]
-    good_session = make_step(1, NO_LIMITS, key="good:7f", tenant="others:7f")
+    good_session = make_step(1, NO_LIMITS, key="good:7f", caller="others:7f")
     driver.count(good_hits, 1_000_000)
     driver.push([good_ring])
     driver.account([good_session])
@@ -702,7 +702,7 @@ def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poiso
         *[driver.key(hit) for hit in hits],
         driver.key(ring),
         placed[0].key,
-        placed[1].tenant,
+        placed[1].caller,
     ]:
         one.client().execute_command(command, f"loopguard:{key}", *values)
 

@@ -152,7 +152,7 @@ def test_a_caller_cannot_take_up_all() -> None:
     asked = [
         make_link(Sent(f"task {number}", ("a", "b"), "x"), most=50_000) for number in range(1_000)
     ]
-    other = make_link(Sent("task", ("a",), "x"), tenant="01", most=50_000)
+    other = make_link(Sent("task", ("a",), "x"), caller="01", most=50_000)
 
     [first] = store.push([other], 0)
     # Of a link
@@ -176,7 +176,7 @@ def test_all_callers_together_have_a_bound() -> None:
         store.push([make_link(sent)], 0)
 
     for number in range(5_000):
-        store.push([make_link(Sent(f"task {number}", (), ""), tenant=f"{number:06x}")], 0)
+        store.push([make_link(Sent(f"task {number}", (), ""), caller=f"{number:06x}")], 0)
 
     assert metrics.registry.get_sample_value("loopguard_store_evictions_total")
     assert store.size <= 2_500 * 1_024 // 4

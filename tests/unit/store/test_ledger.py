@@ -46,8 +46,8 @@ class Ledgers:
             standing = ledger.settle(asked, now) if ledger is not None else Standing(retry=True)
         else:
             if ledger is None:
-                self._kept[asked.tenant], halvings = enter(
-                    self._kept.get(asked.tenant), asked.limits, now
+                self._kept[asked.caller], halvings = enter(
+                    self._kept.get(asked.caller), asked.limits, now
                 )
                 ledger = Ledger(None, now, asked.earlier, halvings)
             standing = ledger.take_step(asked, now)
@@ -116,7 +116,7 @@ def test_sessions_in_memory_are_bounded() -> None:
     store = MemoryStore(Metrics(), max_entries=2_000)
     calls = [make_record(number, "read", str(number)) for number in range(20)]
     for number in range(10_000):
-        names = {"key": f"session:p::{number}:7f", "tenant": f"sessions:p::{number // 50}:7f"}
+        names = {"key": f"session:p::{number}:7f", "caller": f"sessions:p::{number // 50}:7f"}
         store.hit([make_step(number, NO_LIMITS, calls, **names)], number)
 
         assert len(store) >= min(number + 1, 200)
@@ -133,7 +133,7 @@ def test_packed_sessions_are_kept_until_they_end() -> None:
         names = [
             (f"session:p::{group}{each}:7f", f"sessions:p::{group}{each}:7f") for each in range(10)
         ]
-        steps = [make_step(number, NO_LIMITS, key=key, tenant=tenant) for key, tenant in names]
+        steps = [make_step(number, NO_LIMITS, key=key, caller=caller) for key, caller in names]
         return [
             store.hit([step], start + since + 137 * each)[0].steps
             for each, step in enumerate(steps)

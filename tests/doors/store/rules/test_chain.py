@@ -61,7 +61,7 @@ def test_a_node_without_conversations_lasts_two_minutes(store: Driver) -> None:
 
 def test_chains_and_rings_are_asked_together(store: Driver) -> None:
     links = [
-        make_link(Sent(f"u{number}", ("a",), f"e{number}"), tenant=f"{number:02x}")
+        make_link(Sent(f"u{number}", ("a",), f"e{number}"), caller=f"{number:02x}")
         for number in range(20)
     ]
     pushes: list[AnyPush] = [make_push("r")._replace(key=store.key(make_push("r"))), *links]

@@ -73,7 +73,7 @@ class _Player:
         }
         hit = make_hit(WINDOW_TYPES[who], key=self._name("hit", who), **shape)
         step = make_step(number, _LIMITS, repeat(amount, "read", "list"), reserve=amount)
-        step = replace(step, key=self._name("session", who), tenant=self._name("tenant", who))
+        step = replace(step, key=self._name("session", who), caller=self._name("caller", who))
         takes = [
             replace(
                 (make_bucket, make_breaker)[amount % 2](amount),
@@ -99,7 +99,7 @@ class _Player:
         tree = TreeStep(self._name(f"tree:{parent.hex()}", who), _AGENTS, agent, parent)
         step = make_step(number, _LIMITS, search=search, tree=tree)
         step = replace(
-            step, key=self._name(f"session:{parent.hex()}", who), tenant=self._name("tenant", who)
+            step, key=self._name(f"session:{parent.hex()}", who), caller=self._name("caller", who)
         )
         answers = self._ask([step], now)
         self._open.append(settle_step(move_step(step, answers[0].root), SUCCEEDED, amount))
@@ -111,7 +111,7 @@ class _Player:
 
     def _fail(self, _: int, who: int, __: int, now: int) -> list[Any]:
         link = place_link(
-            self._store, make_link(Sent("u", self._shown, "entry  0"), tenant=_DIGITS[who])
+            self._store, make_link(Sent("u", self._shown, "entry  0"), caller=_DIGITS[who])
         )
         return self._ask(
             [TakeBack(self._name("hit", who), (TALLY, LOG, TALLY)[who]), TakeBack(link.key, CHAIN)],
@@ -120,7 +120,7 @@ class _Player:
 
     def _push(self, number: int, who: int, amount: int, now: int) -> Any:  # noqa: ANN401  # answers
         self._shown = (*self._shown, "ab"[amount % 2])[:amount]
-        link = make_link(Sent("u", self._shown, f"entry {amount % 2:2}"), tenant=_DIGITS[who])
+        link = make_link(Sent("u", self._shown, f"entry {amount % 2:2}"), caller=_DIGITS[who])
         asked: list[AnyPush] = [
             make_push(str(number), str(amount), key=self._name("ring", who)),
             place_link(self._store, link._replace(fresh=number.to_bytes(8))),

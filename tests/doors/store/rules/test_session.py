@@ -57,7 +57,7 @@ def test_a_session_in_every_store(store: Driver, case: str) -> None:
 
 def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
     sessions = [
-        in_session(str(number), 1, limit(steps=number % 2), tenant=f"sessions:p::{number}:7f")
+        in_session(str(number), 1, limit(steps=number % 2), caller=f"sessions:p::{number}:7f")
         for number in range(6)
     ]
     settled = settle_step(sessions[5], cost=7)
