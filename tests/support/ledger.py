@@ -665,7 +665,7 @@ CASES: dict[str, Case] = {
         ),
     ],
     "narrow without limits of tools is block": [
-        (0, make_step(1, limit(tool_calls=1, narrows=True), call("read")), "max_tool_calls 1/1"),
+        (0, make_step(1, limit(tool_calls=1, narrows=True), call("read")), "max_tool_calls 1/1")
     ],
     "finish leaves one step, and its retries": [
         (0, make_step(1, _FINISH), "ok"),

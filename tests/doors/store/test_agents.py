@@ -146,12 +146,7 @@ def test_a_chain_of_agents_has_one_root(valkey: Server) -> None:
             for kind in ("root:", "tree:", "session6:", "sessions2:")
             for key in kept
             if kind in key.decode()
-        } == {
-            "root:",
-            "tree:",
-            "session6:",
-            "sessions2:",
-        }
+        } == {"root:", "tree:", "session6:", "sessions2:"}
         assert min(client.pttl(key) for key in kept) > 0
     assert refused == [False] * (last + 1) + [True]
     assert asked == [1] * (last + 1)

@@ -463,12 +463,7 @@ RUBBISH = {
 @pytest.mark.parametrize("rubbish", RUBBISH)
 @pytest.mark.parametrize(
     "form",
-    [
-        "redis://{}",
-        f"redis://{{}}?{LIBRARY}",
-        "redis+sentinel://{}/counts",
-        "redis+cluster://{}",
-    ],
+    ["redis://{}", f"redis://{{}}?{LIBRARY}", "redis+sentinel://{}/counts", "redis+cluster://{}"],
 )
 def test_a_store_that_answers_rubbish_is_a_failed_store(
     form: str, rubbish: str, caplog: pytest.LogCaptureFixture
@@ -832,7 +827,15 @@ def ask_budgets(driver: Driver, _: Server, __: int) -> Callable[[], object]:
 
 @pytest.mark.parametrize(
     "prepare",
-    [ask_old_log, ask_half_old_logs, ask_many, ask_long_histories, ask_large_tree, ask_conversations, ask_budgets],
+    [
+        ask_old_log,
+        ask_half_old_logs,
+        ask_many,
+        ask_long_histories,
+        ask_large_tree,
+        ask_conversations,
+        ask_budgets,
+    ],
 )
 def test_no_script_holds_the_server(
     driver: Driver, one: Server, prepare: Callable[[Driver, Server, int], Callable[[], object]]

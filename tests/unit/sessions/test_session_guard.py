@@ -480,10 +480,7 @@ def test_finish_forbids_tools_for_a_last_answer() -> None:
     }
     assert [
         item.header.key for item in answers[1].request_body.response.header_mutation.set_headers
-    ] == [
-        "x-loopguard-narrowed",
-        "content-length",
-    ]
+    ] == ["x-loopguard-narrowed", "content-length"]
     assert told(ask(service, turns(3)))["limit"] == "max_tool_calls"
     narrowed = {
         "policy": "agents",

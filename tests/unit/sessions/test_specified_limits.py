@@ -441,12 +441,7 @@ def test_report_shows_the_state_of_a_session() -> None:
     assert [
         shown["usage"][f"{kind}_tokens"]
         for kind in ("input", "output", "cache_read", "cache_write")
-    ] == [
-        20_000,
-        200,
-        60,
-        8,
-    ]
+    ] == [20_000, 200, 60, 8]
 
 
 def test_report_shows_tools_and_errors_of_each_step() -> None:

@@ -286,10 +286,7 @@ def test_unlimited_unnamed_requests_are_counted_and_logged(
     shown = describe(service)
     assert sorted(
         (row["session"], row["unnamed_requests"], row["total_step_count"]) for row in shown
-    ) == [
-        ("unnamed", 2, 0),
-        ("unnamed", 4, 0),
-    ]
+    ) == [("unnamed", 2, 0), ("unnamed", 4, 0)]
     assert "4 requests for which nothing names a session" in "\n".join(
         write_report({"problem": None, "sessions": shown})
     )

@@ -370,11 +370,7 @@ def test_report_shows_the_tree_of_agents() -> None:
     ]
     assert {
         name: session["agents"][name] for name in ("started", "active", "refused_requests")
-    } == {
-        "started": 3,
-        "active": 3,
-        "refused_requests": 2,
-    }
+    } == {"started": 3, "active": 3, "refused_requests": 2}
     ((kind, data),) = events
     assert (kind, data["limit"], data["agents_started"], data["agent_requests_refused"]) == (
         "agents_limited",

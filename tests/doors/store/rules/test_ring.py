@@ -10,14 +10,7 @@ from hypothesis import given
 
 from extproc.store.rules.ring import Push
 from tests.support.servers import Driver
-from tests.support.windows import (
-    PUSH_STEPS,
-    PUSHES,
-    make_hit,
-    make_push,
-    place_pushes,
-    rings_of,
-)
+from tests.support.windows import PUSH_STEPS, PUSHES, make_hit, make_push, place_pushes, rings_of
 
 
 @pytest.mark.parametrize("case", PUSHES)
