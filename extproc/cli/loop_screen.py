@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from extproc.cli.commands import count, write_caller, write_number
+from extproc.cli.commands import write_caller, write_number
 from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
 from extproc.operator.admin.row_states import (
+    count,
     is_healthy,
     list_burning,
     read_time,
     write_age,
+    write_money,
     write_now,
 )
 
@@ -166,16 +168,7 @@ def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
     """Dollars if known, else tokens; empty for zero."""
     if row[cost] is None:
         return f"~{write_number(row[tokens])} tok" if row[tokens] else ""
-    dollars: float = row[cost]
-    if not dollars:
-        return ""
-    return (
-        "<$0.01"
-        if dollars < 0.01  # noqa: PLR2004  # as above
-        else f"${dollars:.2f}"
-        if dollars < 999.5  # noqa: PLR2004  # as above
-        else f"${write_number(dollars)}"
-    )
+    return write_money(row[cost]) if row[cost] else ""
 
 
 def write_spent(row: Mapping[str, Any]) -> str:

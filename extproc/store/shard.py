@@ -264,7 +264,7 @@ class Shard:
             round_trip.replies.cancel()
         if self.trouble is None:
             extra = make_extra(shard=self.name, kind=error.kind, error=str(error))
-            _LOG.error(f"{self._what} unavailable, each replica counts for itself", extra=extra)
+            _LOG.error(f"{self._what} unavailable, each replica counts separately", extra=extra)
         self.trouble = error
         self._on_lost(self)
         if self._probing is None and not self._closed:

@@ -162,7 +162,7 @@ PROBLEMS: list[tuple[Values, str]] = [
     row(
         {"replicaCount": 3},
         (
-            "replicaCount=3, and with store.url=memory:// each pod would count for itself: "
+            "replicaCount=3, and with store.url=memory:// each pod would count separately: "
             f"{SHARE}, "
             "or set replicaCount=1."
         ),
@@ -172,13 +172,13 @@ PROBLEMS: list[tuple[Values, str]] = [
         (
             "autoscaling.enabled may run several pods, and with store.url=memory:// each would "
             "count "
-            f"for itself: {SHARE}."
+            f"separately: {SHARE}."
         ),
     ),
     row(
         {"canary": {"enabled": True, "replicaCount": 2}},
         (
-            "canary.replicaCount=2, and with store.url=memory:// each pod would count for itself: "
+            "canary.replicaCount=2, and with store.url=memory:// each pod would count separately: "
             f"{SHARE},"
         ),
         "or set canary.replicaCount=1.",

@@ -67,7 +67,7 @@ IMPORTED = {
         overrides probes row_events session_rows session_table sketch standing_orders table
     """,
     "operator/admin": """
-        budget_report canary_page client coverage_report credentials html local_token loop_page
+        budget_report canary_page client coverage_report credentials local_token loop_page
         loop_report overrides pages reports row_commands row_states run_report server session_report
     """,
     "operator/canary": """

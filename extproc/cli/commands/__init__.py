@@ -87,11 +87,6 @@ def check_paths(paths: Sequence[str]) -> Sequence[str]:
     return paths
 
 
-def count(number: int, noun: str) -> str:
-    """A number with a noun, in the plural if needed."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def write_number(number: float) -> str:
     """A number with three digits and a unit, such as `1.23M`."""
     for unit in ("", "k", "M", "G"):

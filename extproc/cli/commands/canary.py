@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from extproc.cli.commands import count
 from extproc.errors import LoopguardError
 from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
+from extproc.operator.admin.row_states import count
 from extproc.operator.after_notes import write_after
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.states import State, convert_state

@@ -62,7 +62,7 @@ def _report_separate_memory(report: dict[str, Any], servers: int) -> None:
         if finding["reason"] == "memory_store":
             finding["level"] = _PROBLEM
             finding["text"] = (
-                f"{servers} servers each count for themselves (memory://), so limits hold for "
+                f"{servers} servers each count separately (memory://), so limits hold for "
                 "each of them alone"
             )
             finding["change"] = "`serve --store redis://HOST:6379` for all of them"

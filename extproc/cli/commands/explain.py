@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import read_path
 from extproc.budgets.guard import BUDGET, make_subject
-from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies, read_headers
+from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies, read_headers
 from extproc.decision import CHOSEN_BY_CLIENTS, MISSING, NOTED, Action, Outcome
 from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.engine import Engine
@@ -29,6 +29,7 @@ from extproc.ext_proc.answers.status import describe_status
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.logs import escape_controls
+from extproc.operator.admin.row_states import count
 from extproc.operator.table import find_known
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.hash_key import read_hash_key

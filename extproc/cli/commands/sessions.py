@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from extproc.cli.commands import count, write_caller
+from extproc.cli.commands import write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.engine.orders import GRANT
 from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients, select_params
-from extproc.operator.admin.row_states import read_time
+from extproc.operator.admin.row_states import count, read_time, write_money
 
 HELP = "show what sessions have used, or the report of one session"
 EXAMPLES = """examples:
@@ -91,7 +91,7 @@ def _write_session(session: Mapping[str, Any]) -> str:
     guessed, spent = (
         session[name] + session["reserved_cost"] for name in ("estimated_cost", "actual_cost")
     )
-    estimated = f" (${guessed:.2f} estimated)" if guessed else ""
+    estimated = f" ({write_money(guessed)} estimated)" if guessed else ""
     counts = (
         f"{count(session['total_step_count'], 'step')}, "
         f"{count(session['total_tool_calls'], 'tool call')}"
@@ -101,7 +101,7 @@ def _write_session(session: Mapping[str, Any]) -> str:
             f"{session['session']}  {caller}  "
             f"{session['policy']}{' (shadow)' if session['mode'] == 'shadow' else ''}"
         ),
-        f"{counts}, ${spent:.2f}{estimated}, {session['total_block_count']} refused",
+        f"{counts}, {write_money(spent)}{estimated}, {session['total_block_count']} refused",
         f"since {session['started']}, last {session['last_seen']}",
     ]
     if unnamed := session["unnamed_requests"]:

@@ -7,8 +7,9 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from extproc.cli.commands import add_namespace_flag, check_paths, count, print_warnings
+from extproc.cli.commands import add_namespace_flag, check_paths, print_warnings
 from extproc.logs import escape_controls
+from extproc.operator.admin.row_states import count
 from extproc.policy.files import find_unread, read_all
 from extproc.policy.namespaces import read_namespaces
 from extproc.policy.overlaps import find_overlaps, find_uncompared

@@ -9,11 +9,12 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from extproc.cli.commands import add_key_flag, add_policy_flag, count, print_warnings
+from extproc.cli.commands import add_key_flag, add_policy_flag, print_warnings
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
+from extproc.operator.admin.row_states import count
 from extproc.options import make_type, parse_integer, parse_seconds
 from extproc.policy.loader import PolicySet
 

@@ -16,9 +16,9 @@ from extproc.cli.scan.show import (
     list_rows,
     list_steps,
     summarize,
-    write_dollars,
     write_path,
 )
+from extproc.operator.admin.row_states import write_money
 
 _ROWS = 50
 
@@ -43,7 +43,7 @@ def render_scan(document: Mapping[str, Any]) -> str:
         highest=highest,
         problems=list_problems(document["problems"]),
         list_steps=list_steps,
-        write_dollars=write_dollars,
+        write_money=write_money,
         write_number=write_number,
         write_path=write_path,
     )

@@ -10,17 +10,15 @@ from typing import Any
 
 from rich.text import Text
 
-from extproc.cli.commands import count, write_number
+from extproc.cli.commands import write_number
 from extproc.cli.scan.limits import PERCENTS
 from extproc.cli.scan.report import GROUPS
 from extproc.cli.tables import make_console, print_rows
 from extproc.logs import escape_controls, write_json
-from extproc.operator.admin.row_states import write_age
+from extproc.operator.admin.row_states import count, write_age, write_money
 
 _ROWS = 10
 _WIDTH = 30
-_WHOLE = 100  # from this amount on, dollars have no cents
-_HALF_A_CENT = 0.005
 _TITLES = {
     "day": "By day (UTC): calls that went on after a note, and after a stop",
     "project": "By project",
@@ -42,7 +40,7 @@ def print_limits(limits: Mapping[str, Any]) -> None:
     columns = ("of", *(f"{percent}%" for percent in PERCENTS))
     rows = []
     for name, row in limits["took"].items():
-        write = write_dollars if name == "dollars" else write_number
+        write = write_money if name == "dollars" else write_number
         rows.append(
             (name.replace("_", " "), row["of"], *[write(row[column]) for column in columns[1:]])
         )
@@ -197,17 +195,8 @@ def list_problems(problems: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def write_spent(spent: Mapping[str, Any]) -> str:
-    dollars = "" if not spent["dollars"] else f", {write_dollars(spent['dollars'])}"
+    dollars = "" if not spent["dollars"] else f", {write_money(spent['dollars'])}"
     return f"{count(spent['calls'], 'call')}, {write_number(spent['tokens'])} tokens{dollars}"
-
-
-def write_dollars(dollars: float | None) -> str:
-    """An amount of money, or empty if unknown."""
-    if dollars is None:
-        return ""
-    if dollars >= _WHOLE:
-        return f"${dollars:,.0f}"
-    return f"${dollars:,.2f}" if dollars >= _HALF_A_CENT or not dollars else "< $0.01"
 
 
 def write_path(path: str) -> str:
@@ -242,7 +231,7 @@ def _print_group(group: str, rows: Sequence[Mapping[str, Any]]) -> None:
         )
         cells = [name, looped]
         for spent in (row["after_note"], row["after_stop"]):
-            cost = write_dollars(spent["dollars"]) or f"{write_number(spent['tokens'])} tokens"
+            cost = write_money(spent["dollars"]) or f"{write_number(spent['tokens'])} tokens"
             cells += [spent["calls"], cost if spent["tokens"] else ""]
         table.append(cells)
     print_rows(

@@ -19,9 +19,10 @@ from extproc.decision import MISSING
 from extproc.engine.ramp import tell_share
 from extproc.memory import read_memory
 from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNPAID, UNSTEERED
-from extproc.operator.admin.html import count, prefers_html, send_html
+from extproc.operator.admin.html import prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import describe_view, write_time
+from extproc.operator.admin.row_states import count
 from extproc.operator.board import Board, View
 from extproc.operator.coverage import BY_DESIGN
 from extproc.operator.coverage_rows import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from extproc.operator.admin.row_states import read_time, write_now
+from extproc.operator.admin.row_states import count, read_time, write_money, write_now
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -79,16 +79,6 @@ def _load(name: str) -> Template:
     )
     environment.filters["now"] = pass_context(lambda context, row: write_now(row, context["now"]))
     return environment.get_template(name)
-
-
-def count(number: int, noun: str) -> str:
-    """Write a number with a noun, which gets an `s` if needed."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def write_money(dollars: float) -> str:
-    """An amount in dollars and cents."""
-    return "< $0.01" if 0 < dollars < 0.01 else f"${dollars:,.2f}"  # noqa: PLR2004  # a cent
 
 
 def write_age(seconds: float) -> str:

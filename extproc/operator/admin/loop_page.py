@@ -13,11 +13,11 @@ from starlette.routing import Route
 from extproc.engine.orders import ActiveOverride, Grant
 from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.conversation_report import GROUP_SORTS
-from extproc.operator.admin.html import count, send_html
+from extproc.operator.admin.html import send_html
 from extproc.operator.admin.loop_report import ACTIONS, LoopPages
 from extproc.operator.admin.reports import Selection, read_selection
 from extproc.operator.admin.row_commands import suggest_for_order
-from extproc.operator.admin.row_states import is_healthy, list_burning
+from extproc.operator.admin.row_states import count, is_healthy, list_burning
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.after_notes import AFTER
 from extproc.operator.loop_rows import MINUTES

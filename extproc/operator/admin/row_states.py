@@ -12,6 +12,8 @@ _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _NEARLY_USED = 80
 """Percentage of a budget."""
 
+_CENT, _THOUSAND = 0.01, 1_000
+
 _DONE = {
     "release": "released",
     "allow": "allowed",
@@ -60,6 +62,11 @@ def is_healthy(row: Mapping[str, Any]) -> bool:
     return not (row["open"] or row["refused"] or row["used_percent"] >= _NEARLY_USED)
 
 
+def count(number: int, noun: str) -> str:
+    """A number with a noun, in the plural if needed."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def read_time(text: str) -> float:
     """Parse a time in the format of RFC 3339 to seconds since 1970."""
     return datetime.fromisoformat(text).timestamp()
@@ -74,3 +81,12 @@ def write_age(seconds: float) -> str:
     if seconds < _DAY:
         return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
     return f"{seconds // _DAY:.0f}d{seconds % _DAY // _HOUR:02.0f}h"
+
+
+def write_money(dollars: float | None) -> str:
+    """An amount in dollars, with cents below a thousand; empty if unknown."""
+    if dollars is None:
+        return ""
+    if 0 < dollars < _CENT:
+        return "<$0.01"
+    return f"${dollars:,.2f}" if dollars < _THOUSAND else f"${dollars:,.0f}"

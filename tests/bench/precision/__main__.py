@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extproc.cli.commands import add_policy_flag, count, load_policies
+from extproc.cli.commands import add_policy_flag, load_policies
 from extproc.cli.packed import FilePlace
 from extproc.cli.replay.command import compile_policies
 from extproc.cli.replay.judge import Judge
@@ -41,6 +41,7 @@ from extproc.cli.replay.records import UnusableError
 from extproc.cli.tables import make_console, print_rows
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
+from extproc.operator.admin.row_states import count
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from extproc.request.document import limit_integers
 from tests.bench.precision.conversations import read_conversation

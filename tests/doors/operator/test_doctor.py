@@ -302,7 +302,7 @@ def test_several_servers_with_memory_stores_are_a_problem(
         assert one.find("memory_store")["level"] == "note"
         levels = {finding["level"] for finding in both.find_all("memory_store")}
         assert (len(both.reports), levels, both.code) == (2, {"problem"}, 1)
-        assert "2 servers each count for themselves" in both.text
+        assert "2 servers each count separately" in both.text
 
 
 def test_refused_policy_files_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:

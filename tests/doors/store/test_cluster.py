@@ -231,7 +231,7 @@ def test_a_shard_that_is_away_loses_only_its_keys(
         if record.name == "loopguard"
     ]
     assert told == [
-        ("shard of the store unavailable, each replica counts for itself", three[1].address),
+        ("shard of the store unavailable, each replica counts separately", three[1].address),
         ("shard of the store available again", three[1].address),
     ]
 
@@ -313,7 +313,7 @@ def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureF
         assert driver.metric("store_up", shard="unassigned") == 0
         assert set(count_each(driver, ["a:00", "b:0f"])) == {"unavailable"}
     assert [record.message for record in caplog.records] == [
-        "store unavailable, each replica counts for itself"
+        "store unavailable, each replica counts separately"
     ]
 
 

@@ -478,7 +478,7 @@ def test_a_store_that_answers_rubbish_is_a_failed_store(
         assert not driver.metric("store_errors_total", kind="internal")
         assert error is not None
     assert [record.message for record in caplog.records] == [
-        "store unavailable, each replica counts for itself"
+        "store unavailable, each replica counts separately"
     ]
     assert [record.exc_info for record in caplog.records] == [None]
 
@@ -1292,7 +1292,7 @@ def test_trouble_is_told_once_and_heals(
         assert SECRET not in health
         assert driver.refuse() is None
     lines = [record.message for record in caplog.records if record.name == "loopguard"]
-    assert lines == ["store unavailable, each replica counts for itself", "store available again"]
+    assert lines == ["store unavailable, each replica counts separately", "store available again"]
 
 
 def test_a_hung_server_fails_all_waiting_requests(client: str) -> None:
@@ -1337,5 +1337,5 @@ def test_a_store_without_a_server_starts(caplog: pytest.LogCaptureFixture) -> No
         assert driver.refuse()
 
     assert [record.message for record in caplog.records] == [
-        "store unavailable, each replica counts for itself"
+        "store unavailable, each replica counts separately"
     ]

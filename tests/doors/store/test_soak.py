@@ -94,7 +94,7 @@ def recovered(made: Stack) -> None:
 
 
 def loop_is_refused_locally(made: Stack, *, taken_over: bool = False) -> None:
-    """Each replica counts for itself: at most that many times the threshold minus one pass.
+    """Each replica counts separately: at most that many times the threshold minus one pass.
 
     As many as one replica counts pass again if the store is taken over meanwhile.
     """

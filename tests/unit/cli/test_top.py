@@ -145,7 +145,7 @@ WHOLE = [
     "2h12m",
     "steer",
     CALLER,
-    "$1.23k",
+    "$1,234",
     "<$0.01",
     "0s",
     SESSION,

@@ -12,7 +12,7 @@ import pytest
 
 from extproc.cli.commands.sessions import write_report
 from extproc.logs import LogFormat, make_extra, setup
-from extproc.operator.admin.html import count
+from extproc.operator.admin.row_states import count
 from tests.support.budget_policies import serve
 from tests.support.documents import policy
 from tests.support.messages import body, headers
