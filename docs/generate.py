@@ -1,15 +1,10 @@
-"""Make reference.md from the code: flags, policy keys, metrics and reasons.
-
-python docs/generate.py            writes it
-python docs/generate.py --check    writes nothing; exit code 1 if it is out of date
-"""  # noqa: INP001  # a script beside the pages, not a package
+"""Make reference.md from the code."""  # noqa: INP001  # a script beside the pages
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -194,17 +189,5 @@ def _list_reasons() -> Iterator[str]:
         yield f"|`{names}`|{repair.text.removesuffix(': {keys}')}|{change}|"
 
 
-def main(arguments: list[str]) -> int:
-    """Write or check the page; returns the exit code."""
-    made = make_page()
-    if "--check" in arguments:
-        if PAGE.is_file() and PAGE.read_text() == made:
-            return 0
-        sys.stderr.write(f"{PAGE.name} is out of date: run python docs/generate.py\n")
-        return 1
-    PAGE.write_text(made)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    PAGE.write_text(make_page())

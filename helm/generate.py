@@ -1,8 +1,5 @@
 """Make the chart's values.schema.json and README.md's tables from the comments of values.yaml.
 
-    python helm/generate.py            writes both
-    python helm/generate.py --check    writes nothing; exit code 1 and a line for each outdated file
-
 The format of values.yaml:
 - The comment right above a key documents it. Each value needs one; maps do not, because their keys
   have comments.
@@ -24,7 +21,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -639,11 +635,11 @@ def skip_others() -> str:
     return yaml.safe_dump({"matcher_list": {"matchers": [matcher]}}, sort_keys=False, width=1000)
 
 
-def generated(chart: Path = CHART) -> dict[Path, str]:
-    """All generated files of a chart, with their content."""
-    values = read_values((chart / "values.yaml").read_text())
+def generated() -> dict[Path, str]:
+    """All generated files of the chart, with their content."""
+    values = read_values((CHART / "values.yaml").read_text())
     schema = values_schema(values)
-    readme = (chart / "README.md").read_text()
+    readme = (CHART / "README.md").read_text()
     if not TABLES.search(readme):
         raise ChartError(
             "README.md lacks the lines '<!-- values -->' and '<!-- end of values -->' around the "
@@ -654,28 +650,13 @@ def generated(chart: Path = CHART) -> dict[Path, str]:
     parts["cluster"] = keep_health(parts["cluster"])
     parts["apis"] = skip_others()
     return {
-        chart / "values.schema.json": json.dumps(schema, indent=2) + "\n",
-        chart / "README.md": TABLES.sub(lambda _: f"\n{made}\n", readme),
-        **{chart / "envoy" / f"{name}.yaml": text for name, text in parts.items()},
+        CHART / "values.schema.json": json.dumps(schema, indent=2) + "\n",
+        CHART / "README.md": TABLES.sub(lambda _: f"\n{made}\n", readme),
+        **{CHART / "envoy" / f"{name}.yaml": text for name, text in parts.items()},
     }
-
-
-def main(arguments: Sequence[str], chart: Path = CHART) -> int:
-    """Write or check; returns the exit code."""
-    stale = {
-        file: text
-        for file, text in generated(chart).items()
-        if not file.exists() or file.read_text() != text
-    }
-    if "--check" in arguments:
-        for file in stale:
-            sys.stderr.write(f"{file} is out of date: run python helm/generate.py\n")
-        return 1 if stale else 0
-    for file, text in stale.items():
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for path, content in generated().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]  # published without type information
 import pytest
 
-from helm.generate import ChartError, choose, convert, generated, main, read_values, values_schema
+from helm.generate import ChartError, choose, convert, generated, read_values, values_schema
 from tests.support.chart import CHART
 
 
@@ -18,25 +16,6 @@ def test_schema_and_readme_are_current() -> None:
     stale = [file.name for file, text in generated().items() if file.read_text() != text]
 
     assert stale == [], "run make chart"
-
-
-def test_generate_reports_and_rewrites_stale_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = tmp_path / "loopguard"
-    shutil.copytree(CHART, copy)
-    values = copy / "values.yaml"
-    values.write_text(
-        values.read_text().replace("# PriorityClass of the pods.", "# How important the pods are.")
-    )
-
-    assert main(["--check"], copy) == 1
-    told = capsys.readouterr().err
-    assert "values.schema.json is out of date: run python helm/generate.py" in told
-    assert "README.md is out of date" in told
-    assert main([], copy) == 0
-    assert main(["--check"], copy) == 0
-    assert "How important the pods are." in (copy / "README.md").read_text()
 
 
 def test_schema_is_draft_07() -> None:

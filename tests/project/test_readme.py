@@ -7,7 +7,6 @@ otherwise.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
 from doctest import ELLIPSIS, OutputChecker
+from functools import cache
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -34,9 +34,6 @@ from redis import CredentialProvider
 
 from extproc.cli.commands import COMMANDS
 from extproc.cli.main import main
-from extproc.metrics import Metrics
-from extproc.operator.canary.pairs import Pairs
-from extproc.settings import Settings
 from tests.support import ROOT
 from tests.support.chart import CHART, merged, rendered
 from tests.support.harness import Process, Upstream, eventually
@@ -96,27 +93,22 @@ def read_lines(page: Path) -> Iterator[Line]:
 # ---- What cannot be typed here
 
 
-def _has_target(command: str) -> None:
-    target = shlex.split(command, comments=True)[1]
-    assert f"\n{target}: " in (ROOT / "Makefile").read_text()
+@cache
+def read_help() -> str:
+    """The help of all commands, and the source of the bench's."""
+    with redirect_stdout(StringIO()) as told:
+        for command in (*COMMANDS, "canary status"):
+            with suppress(SystemExit):
+                main([*command.split(), "--help"])
+    return told.getvalue() + (ROOT / "tests" / "bench" / "__main__.py").read_text()
+
+
+def find_unknown_flags(flags: Iterable[str]) -> list[str]:
+    return [flag for flag in sorted(set(flags)) if not re.search(rf"{flag}\b", read_help())]
 
 
 def _has_flags(command: str) -> None:
-    _has_target(command)
-    given = [word.removeprefix("ARGS=") for word in shlex.split(command, comments=True)[2:]]
-    told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
-    assert [argument for words in given for argument in words.split() if argument not in told] == []
-
-
-def _has_canary_flags(command: str) -> None:
-    question, *arguments = shlex.split(command, comments=True)[2:]
-    with redirect_stdout(StringIO()) as told, pytest.raises(SystemExit):
-        main(["canary", question, "--help"])
-    assert [
-        argument
-        for argument in arguments
-        if argument.startswith("--") and argument not in told.getvalue()
-    ] == []
+    assert find_unknown_flags(re.findall(r"--[a-z0-9-]+", command)) == []
 
 
 def _has_a_project(command: str) -> None:
@@ -161,7 +153,7 @@ NOT_TYPED: Mapping[str, Instead] = {
     "make bench": Instead("it measures for minutes, and nothing else may run then", _has_flags),
     "loopguard canary": Instead(
         "its exit code says what it found; tests/doors/operator/test_canary_stack.py asks",
-        _has_canary_flags,
+        _has_flags,
     ),
     "LOOPGUARD_COMPILED=1 pip install": Instead("it would compile for minutes", _has_a_project),
     "pip install": Instead("it would change the environment that the tests run in", _has_a_project),
@@ -463,74 +455,16 @@ def test_credential_provider_in_docs_works() -> None:
 # ---- Completeness
 
 
-def read_section(heading: str) -> str:
-    return REFERENCE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+def test_documented_flags_exist() -> None:
+    named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z0-9-]+)", page.read_text())}
 
-
-def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["schema"])
-    parts = json.loads(capsys.readouterr().out)["$defs"]
-    entries = {keys["description"]: set(keys["properties"]) for keys in parts.values()}
-
-    sections = re.findall(
-        r"^### Keys of .*\n\n(.*)\n\n((?:\|.*\n)+)", REFERENCE.read_text(), re.MULTILINE
-    )
-    assert {
-        about: set(re.findall(r"^\|`(\w+)`", rows, re.MULTILINE)) for about, rows in sections
-    } == entries
-
-
-def test_every_metric_is_documented() -> None:
-    text = REFERENCE.read_text()
-    metrics = Metrics()
-    Pairs().show(metrics)
-
-    assert [
-        metric.name for metric in metrics.registry.collect() if f"\n|`{metric.name}" not in text
-    ] == []
-
-
-def test_serve_flags_are_documented_with_defaults() -> None:
-    table = re.findall(
-        r"^\|`--([a-z-]+).*?`\|.*?\|(?:`(.*?)`)?[^`|]*\|$",
-        read_section("Flags of `serve`"),
-        re.MULTILINE,
-    )
-    known = {
-        item.name.replace("_", "-"): str(getattr(item.default, "text", item.default or ""))
-        for item in fields(Settings)
-    }
-    del known["store-password"]  # environment only
-
-    assert {
-        flag: "" if default == "0" else default for flag, default in table if flag != "policy"
-    } == {flag: default for flag, default in known.items() if flag != "policy"}
-
-
-def test_documented_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
-    for command in (*COMMANDS, "canary status"):
-        with pytest.raises(SystemExit):
-            main([*command.split(), "--help"])
-        told += capsys.readouterr().out
-    named = {
-        flag for page in PAGES for flag in re.findall(r"`(--[a-z0-9-]+)", page.read_text())
-    } - {
-        "--version",
-        "--help",
-        "--set",
-    }  # Helm's
-
-    assert [flag for flag in sorted(named) if not re.search(rf"{flag}\b", told)] == []
+    assert find_unknown_flags(named - {"--version", "--help", "--set"}) == []  # the last is Helm's
 
 
 def test_documented_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    named = {
-        target
-        for page in PAGES
-        for target in re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", read_prose(page))
-    }
+    text = "\n".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"(?:`|^\$ )(?:\w+=\S+ )?make ([a-z-]+)", text, re.MULTILINE))
 
     assert "test-pure" in named
     assert [target for target in sorted(named) if f"\n{target}: " not in makefile] == []

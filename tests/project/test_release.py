@@ -1,9 +1,8 @@
-"""Packages, reproducible wheels, and workflows that name no owner."""
+"""Reproducible wheels, and workflows that name no owner."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -15,8 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from tests.support import ROOT
 from tests.support.image import COMPILED, compile_only, needs_a_compiler, send_context
@@ -25,36 +22,6 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OWNER = ROOT / ".ci" / "owner.env"
 RELEASE = ROOT / ".ci" / "release"
 WORKFLOWS = [*sorted((ROOT / ".github" / "workflows").glob("*.yml")), ROOT / ".gitlab-ci.yml"]
-MAX_MEGABYTES = 75
-
-
-def list_packages(requirements: list[str]) -> set[str]:
-    found: set[str] = set()
-    waiting = [Requirement(text) for text in requirements]
-    while waiting:
-        need = waiting.pop()
-        name = canonicalize_name(need.name)
-        if name in found or (need.marker is not None and not need.marker.evaluate({"extra": ""})):
-            continue
-        found.add(name)
-        waiting += [Requirement(text) for text in importlib.metadata.requires(name) or ()]
-    return found
-
-
-def measure(package: str) -> int:
-    found = importlib.metadata.distribution(package)
-    paths = [
-        Path(str(found.locate_file(file))) for file in found.files or () if file.suffix != ".pyc"
-    ]
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
-def test_dependencies_stay_small() -> None:
-    packages = list_packages(PROJECT["project"]["dependencies"])
-
-    assert {"uvloop", "grpcio", "genai-prices"} <= packages
-    assert "zstandard" not in packages
-    assert sum(map(measure, packages)) < MAX_MEGABYTES * 10**6
 
 
 def read_owner() -> dict[str, str]:
