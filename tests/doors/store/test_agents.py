@@ -62,7 +62,7 @@ def opencode(agent: int) -> dict[str, str]:
         ["max_agents", "max_concurrent_agents", "max_spawns_per_minute"], "max_concurrent_agents"
     ),
 )
-def test_a_thousand_agents_at_once_meet_their_limit(valkey: Server, limit: str) -> None:
+def test_thousand_concurrent_agents_meet_their_limit(valkey: Server, limit: str) -> None:
     async def main() -> tuple[list[bool], list[bool], list[bool], list[Service]]:
         async with replicas(valkey, **{limit: 8}) as services:
 
@@ -108,7 +108,7 @@ def test_a_thousand_agents_at_once_meet_their_limit(valkey: Server, limit: str) 
     )
 
 
-def test_a_chain_of_agents_has_one_root(valkey: Server) -> None:
+def test_chain_of_agents_has_one_root(valkey: Server) -> None:
     """Each request of opencode names only a parent, and the replica may not have seen that."""
     last = 12
 
@@ -161,7 +161,7 @@ ODD: dict[str, Callable[[Any, str], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_is_no_root_counts_as_nothing(valkey: Server, odd: str) -> None:
+def test_invalid_root_counts_as_missing(valkey: Server, odd: str) -> None:
     """Values of other programs or versions under an agent's key, or its parent's, are ignored."""
     agent, parent = "a" * 16, "b" * 16
     for place in (agent, parent):
@@ -174,7 +174,7 @@ def test_what_is_no_root_counts_as_nothing(valkey: Server, odd: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["a list", "another version", "half an agent"])
-def test_what_is_no_tree_counts_as_nothing(valkey: Server, change: str) -> None:
+def test_invalid_tree_counts_as_missing(valkey: Server, change: str) -> None:
     with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
         key = f"loopguard:{store.name('tree:p::s1:7f')}"
         first = store.account([ask_in_tree(1, 1, AgentLimits())], 1)[0]

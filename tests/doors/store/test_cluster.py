@@ -77,7 +77,7 @@ def test_tags_spread_evenly() -> None:
     assert sorted(find_slot(tag) * TAGS // SLOTS for tag in spread_tags(TAGS)) == list(range(TAGS))
 
 
-def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> None:
+def test_cluster_keys_use_few_slots_on_every_primary(six: list[Server]) -> None:
     """Keys use at most 16 slots; each primary has its share, and gets a batch of its own."""
     with Driver("redis+cluster://" + six[1].address) as driver:
         hits = [make_hit(key=str(number), window_ms=3_600_000) for number in range(300)]
@@ -98,7 +98,7 @@ def test_cluster_keys_lie_in_few_slots_on_every_primary(six: list[Server]) -> No
         assert sum(node.commands()["evalsha"] for node in six[:3]) - before <= TAGS
 
 
-def test_a_cluster_user_with_the_least_rights_is_enough(six: list[Server]) -> None:
+def test_cluster_user_needs_only_documented_rights(six: list[Server]) -> None:
     """A cluster asks for one more right than a single server does: to ask who has which slots."""
     for node in six:
         node.client().execute_command(
@@ -117,7 +117,7 @@ def test_a_cluster_user_with_the_least_rights_is_enough(six: list[Server]) -> No
         assert driver.store.health() == "ok"
 
 
-def test_who_has_which_slots_is_asked_of_each_node(six: list[Server]) -> None:
+def test_each_node_is_asked_for_the_slots(six: list[Server]) -> None:
     """A node that was cut off and believes in owners of old is not the only one that is asked."""
     slots = ClusterLayout([ServerAddress("127.0.0.1", six[0].port)], make_access("redis", {}), TAGS)
 
@@ -136,7 +136,7 @@ def test_who_has_which_slots_is_asked_of_each_node(six: list[Server]) -> None:
 
 
 @pytest.mark.parametrize("client", ["", "?client=redis-py"])
-def test_slots_that_move_are_followed(six: list[Server], client: str) -> None:
+def test_moving_slots_are_followed(six: list[Server], client: str) -> None:
     """While a slot's keys move to another primary, and after, each key is found."""
     source, target = six[0], six[1]
     tags = spread_tags(TAGS)
@@ -206,7 +206,7 @@ def trouble(
 
 
 @pytest.mark.parametrize("kind", SHARD_TROUBLES)
-def test_a_shard_that_is_away_loses_only_its_keys(
+def test_unavailable_shard_loses_only_its_keys(
     three: list[Server], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "loopguard")
@@ -236,7 +236,7 @@ def test_a_shard_that_is_away_loses_only_its_keys(
     ]
 
 
-def test_a_request_gets_the_counts_of_healthy_shards(three: list[Server]) -> None:
+def test_request_gets_the_counts_of_healthy_shards(three: list[Server]) -> None:
     hits = [
         make_hit(key=f"several:{name_keys(1, node)[0]}", window_ms=600_000, threshold=100)
         for node in range(3)
@@ -278,7 +278,7 @@ def test_reject_counts_nothing_of_a_refused_request(three: list[Server]) -> None
     ]
 
 
-def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> None:
+def test_documents_of_other_shards_stay_available(three: list[Server]) -> None:
     tags = spread_tags(TAGS)
     names = {
         find_slot(tags[zlib.crc32(name.encode()) % TAGS]) * 3 // SLOTS: name
@@ -302,7 +302,7 @@ def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> Non
         assert driver.read(ORDERS, names[1]) == {"a": b"x"}
 
 
-def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_cluster_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "loopguard")
     with server() as gone:
         pass
@@ -317,7 +317,7 @@ def test_a_cluster_that_cannot_be_asked_is_one_outage(caplog: pytest.LogCaptureF
     ]
 
 
-def test_a_cluster_node_is_no_single_server(six: list[Server]) -> None:
+def test_cluster_node_as_a_single_server_is_explained(six: list[Server]) -> None:
     with Driver(f"redis://{six[0].address}") as driver:
         healths = []
         for number in range(TAGS):  # a probe of the node itself succeeds soon after
@@ -330,7 +330,7 @@ def test_a_cluster_node_is_no_single_server(six: list[Server]) -> None:
 # --- who takes over
 
 
-def test_after_a_failover_the_replica_counts_on() -> None:
+def test_replica_continues_counting_after_a_failover() -> None:
     """Keys of a dead primary are found on its replica, which has the counts but not the scripts."""
     lost, kept = name_keys(10, 1), name_keys(10, 0)
     with (

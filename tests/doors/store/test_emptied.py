@@ -32,7 +32,7 @@ def list_findings(guard: Loopguard, reason: str) -> list[str]:
     return [each["level"] for each in found if each["reason"] == reason]
 
 
-def test_an_emptied_store_is_told_everywhere(
+def test_emptied_store_is_reported_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_policies(tmp_path, bundle(BUDGET))
@@ -70,7 +70,7 @@ KEPT: dict[str, tuple[list[str], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_doctor_asks_whether_the_store_keeps_anything(tmp_path: Path, case: str) -> None:
+def test_doctor_reports_the_persistence_of_the_store(tmp_path: Path, case: str) -> None:
     arguments, command, levels = KEPT[case]
     with server(*arguments) as one:
         one.client().execute_command(*command.split())

@@ -41,7 +41,7 @@ class SharedStore:
 # --- files
 
 
-def test_a_key_file_gives_all_the_same_key(tmp_path: Path) -> None:
+def test_key_file_determines_the_key(tmp_path: Path) -> None:
     contents = [
         SECRET,
         SECRET.hex().encode(),
@@ -76,7 +76,7 @@ def test_a_key_file_gives_all_the_same_key(tmp_path: Path) -> None:
         (b"x" * 4_097, "it holds more than 4096 bytes; it must hold 32 to 4096 random bytes"),
     ],
 )
-def test_a_file_without_a_key_is_a_usage_error(
+def test_invalid_key_file_is_a_usage_error(
     tmp_path: Path, content: bytes | None, told: str
 ) -> None:
     file = tmp_path / "key"
@@ -89,14 +89,14 @@ def test_a_file_without_a_key_is_a_usage_error(
     assert str(found.value).startswith(f"--hash-key-file {file}: {told}")
 
 
-def test_the_key_is_not_shown() -> None:
+def test_key_is_not_shown() -> None:
     shown = f"{HashKey(SECRET)!r} {HashKey(SECRET)}"
 
     assert SECRET.hex() not in shown
     assert repr(SECRET)[2:-1] not in shown
 
 
-def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
+def test_hashes_differ_by_purpose() -> None:
     hashes = [HashKey(SECRET).start(purpose, 8).hexdigest() for purpose in (b"note", b"other")]
 
     assert hashes[0] != hashes[1]
@@ -111,7 +111,7 @@ def share(key: HashKey, store: SharedStore) -> KeySharing:
     return sharing
 
 
-def test_replicas_take_the_key_of_the_first() -> None:
+def test_replicas_use_the_key_of_the_first() -> None:
     first, second, store = HashKey(), HashKey(), SharedStore()
     given = first.secret
 
@@ -121,7 +121,7 @@ def test_replicas_take_the_key_of_the_first() -> None:
     assert first.secret == second.secret == given
 
 
-def test_an_unavailable_store_is_reported_once_and_asked_again(
+def test_unavailable_store_is_reported_once_and_asked_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "loopguard")
@@ -150,7 +150,7 @@ def test_an_unavailable_store_is_reported_once_and_asked_again(
 
 
 @pytest.mark.parametrize("error", [StoreError("down", kind="connection"), ValueError()])
-def test_a_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_known_key_outlives_the_store(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     key, later, store = HashKey(), HashKey(), SharedStore()
     given = key.secret
 
@@ -205,7 +205,7 @@ def test_servers_on_one_store_have_one_key(tmp_path: Path, scheme: str) -> None:
     assert repr(kept)[2:-1] not in told
 
 
-def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
+def test_invalid_shared_key_is_not_used(tmp_path: Path) -> None:
     with server() as one:
         one.client().set("loopguard:secret:hash:1", "short")
         guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
@@ -229,7 +229,7 @@ def noted_bodies(key: HashKey) -> list[bytes]:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_commands_take_the_key_as_well(
+def test_commands_use_the_key_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool
 ) -> None:
     (tmp_path / "key").write_bytes(SECRET)
@@ -269,7 +269,7 @@ def test_commands_take_the_key_as_well(
         ["replay", "access.log"],
     ],
 )
-def test_a_command_without_its_key_does_nothing(
+def test_command_fails_without_its_key_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     policies = tmp_path / "p.json"

@@ -89,7 +89,7 @@ def find_keys(driver: Driver, one: Server) -> list[bytes]:
 # --- URLs, users and passwords
 
 
-def test_urls_and_rights_of_the_docs_are_valid() -> None:
+def test_documented_urls_and_rights_are_valid() -> None:
     """Every store URL of the table opens, and its ACL rule is the one that is tested."""
     page = (ROOT / "docs" / "operations.md").read_text()
     urls = re.findall(r"`((?:redis|unix)[+a-z]*://[0-9/][^`]*)`", page)
@@ -123,7 +123,7 @@ def test_keys_have_the_prefix_and_database_of_their_url(
         }
 
 
-def test_options_of_the_url_are_redis_py_s(one: Server, client: str) -> None:
+def test_url_options_are_those_of_redis_py(one: Server, client: str) -> None:
     with Driver(
         f"redis://{one.address}?{client.strip('?')}&protocol=3&client_name=loops&db=1&socket_connect_timeout=1"
     ) as driver:
@@ -138,7 +138,7 @@ def test_options_of_the_url_are_redis_py_s(one: Server, client: str) -> None:
         assert driver.read(BOARDS, driver.name("board")) == {"a": b"x"}
 
 
-def test_a_user_without_eval_gets_a_clear_error(one: Server, client: str) -> None:
+def test_user_without_eval_gets_a_clear_error(one: Server, client: str) -> None:
     one.client().execute_command(
         "ACL", "SETUSER", "mute", "on", f">{SECRET}", *ACL.split(), "-eval", "-evalsha"
     )
@@ -148,7 +148,7 @@ def test_a_user_without_eval_gets_a_clear_error(one: Server, client: str) -> Non
         assert driver.metric("store_errors_total", kind="auth") >= 1
 
 
-def test_a_user_with_the_least_rights_is_enough(one: Server) -> None:
+def test_user_needs_only_documented_rights(one: Server) -> None:
     """All questions use only the commands that the docs list, on keys with the prefix."""
     one.client().execute_command("ACL", "SETUSER", "counter", "on", f">{SECRET}", *ACL.split())
 
@@ -215,7 +215,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize("scheme", ["redis", "unix"])
 @pytest.mark.parametrize("way", ["file", "Rotating", "Asynchronous", "ready"])
-def test_a_password_that_changes_needs_no_restart(
+def test_changed_password_needs_no_restart(
     module: str, tmp_path: Path, way: str, scheme: str
 ) -> None:
     """A file, or a provider in the URL, is read at every connect."""
@@ -242,7 +242,7 @@ def test_a_password_that_changes_needs_no_restart(
             assert driver.count([LONG])[0].count == 2
 
 
-def test_a_refused_login_never_shows_what_was_sent() -> None:
+def test_refused_login_never_shows_the_password() -> None:
     """Wherever it is refused; a server without AUTH even quotes the password in its error."""
     quoting = f"-ERR unknown command 'AUTH', with args beginning with: '{SECRET}'\r\n".encode()
     with server("--requirepass", "other") as locked, impostor(quoting) as address:
@@ -263,7 +263,7 @@ def test_a_refused_login_never_shows_what_was_sent() -> None:
     ("name", "what"),
     [("Failing", "raised RuntimeError"), ("Odd", "must return (PASSWORD,) or (USER, PASSWORD)")],
 )
-def test_a_credential_provider_that_fails_is_a_failed_login(
+def test_failing_credential_provider_is_a_failed_login(
     module: str, name: str, what: str, one: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Driver(f"redis://{one.address}?credential_provider={module}:{name}") as driver:
@@ -292,7 +292,7 @@ FORM = (
     ],
 )
 @pytest.mark.usefixtures("module")
-def test_an_invalid_credential_provider_is_explained(name: str, why: str) -> None:
+def test_invalid_credential_provider_is_explained(name: str, why: str) -> None:
     with pytest.raises(UsageError) as error:
         open_store(f"redis://a?credential_provider={name}", Metrics())
 
@@ -302,9 +302,7 @@ def test_an_invalid_credential_provider_is_explained(name: str, why: str) -> Non
 @pytest.mark.parametrize(
     "settings", [Settings(store_password=SECRET), Settings(store_password_file=__file__)]
 )
-def test_a_credential_provider_takes_the_place_of_a_password(
-    module: str, settings: Settings
-) -> None:
+def test_credential_provider_excludes_a_password(module: str, settings: Settings) -> None:
     """A password beside a provider would be forgotten silently, so it is a usage error."""
     with pytest.raises(
         UsageError, match="give either credential_provider or a user and password, not both"
@@ -312,7 +310,7 @@ def test_a_credential_provider_takes_the_place_of_a_password(
         open_store(f"redis://a?credential_provider={module}:Rotating", Metrics(), settings)
 
 
-def test_a_credential_provider_that_blocks_delays_no_request(
+def test_blocking_credential_provider_delays_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is asked in a thread, and not again before it has answered."""
@@ -340,7 +338,7 @@ def test_a_credential_provider_that_blocks_delays_no_request(
     assert not asked.acquire(blocking=False)
 
 
-def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> None:
+def test_tls_checks_ca_name_and_client_certificate(one: Server, tmp_path: Path) -> None:
     """`rediss://` trusts only the CA of the URL, checks the host's name, and has a certificate."""
     authority, stranger = trustme.CA(), trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
@@ -380,7 +378,7 @@ def test_tls_with_a_ca_and_a_client_certificate(one: Server, tmp_path: Path) -> 
 # --- the wire
 
 
-def test_replies_in_any_pieces(one: Server) -> None:
+def test_replies_may_arrive_in_any_pieces(one: Server) -> None:
     with relay(one, pieces=1) as address, Driver(f"redis://{address}/2") as driver:
         assert [
             driver.count([make_hit(kind, key=kind) for kind in WINDOW_TYPES])[0].count
@@ -416,7 +414,7 @@ def test_replies_in_any_pieces(one: Server) -> None:
         ("ERR whatever", "response"),
     ],
 )
-def test_what_an_error_reply_means(reply: str, kind: str) -> None:
+def test_error_replies_are_classified(reply: str, kind: str) -> None:
     """The first word tells, also where Redis 6 quotes it inside a script error."""
     with impostor(f"-{reply}\r\n".encode()) as address, Driver(f"redis://{address}") as driver:
         assert driver.metric("store_errors_total", kind=kind) >= 1
@@ -465,7 +463,7 @@ RUBBISH = {
     "form",
     ["redis://{}", f"redis://{{}}?{LIBRARY}", "redis+sentinel://{}/counts", "redis+cluster://{}"],
 )
-def test_a_store_that_answers_rubbish_is_a_failed_store(
+def test_store_with_invalid_replies_is_unavailable(
     form: str, rubbish: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with impostor(RUBBISH[rubbish]) as address, Driver(form.format(address)) as driver:
@@ -487,7 +485,7 @@ def test_a_store_that_answers_rubbish_is_a_failed_store(
     "greeting",
     [b"SSH-2.0-OpenSSH_9.6\r\n", b"+OK POP3 ready\r\n", b"220 mail ESMTP\r\n", b"-ERR go away\r\n"],
 )
-def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
+def test_server_that_speaks_first_is_rejected(greeting: bytes) -> None:
     with impostor(RIGHT, greeting) as address, Driver(f"redis://{address}") as driver:
         assert driver.store.health().startswith("unavailable: ")
 
@@ -503,7 +501,7 @@ def test_a_server_that_speaks_first_is_none_of_ours(greeting: bytes) -> None:
         (b"", b":1\r\n"),
     ],
 )
-def test_an_endless_answer_is_cut_off(start: bytes, rest: bytes) -> None:
+def test_endless_reply_is_cut_off(start: bytes, rest: bytes) -> None:
     sent = []
 
     def serve(client: socket.socket) -> None:
@@ -543,7 +541,7 @@ MALFORMED: dict[str, tuple[Callable[[Driver], object], bytes]] = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_value_is_no_answer(one: Server, case: str) -> None:
+def test_malformed_value_is_rejected(one: Server, case: str) -> None:
     ask, value = MALFORMED[case]
     reply = b"*1\r\n$%d\r\n%s\r\n" % (len(value), value)
     with (
@@ -557,7 +555,7 @@ def test_a_malformed_value_is_no_answer(one: Server, case: str) -> None:
 
 
 @pytest.mark.parametrize("rubbish", [b":1\r\n", b"*1\r\n:1\r\n", b"*2\r\n$1\r\n1\r\n$-1\r\n"])
-def test_a_malformed_list_of_orders_is_no_answer(one: Server, rubbish: bytes) -> None:
+def test_malformed_list_of_orders_is_rejected(one: Server, rubbish: bytes) -> None:
     with (
         altered(one, lambda asked, answer: rubbish if b":odd:" in asked else answer) as address,
         Driver(f"redis://{address}") as driver,
@@ -569,7 +567,7 @@ def test_a_malformed_list_of_orders_is_no_answer(one: Server, rubbish: bytes) ->
         assert driver.store.health() == "ok"
 
 
-def test_a_store_that_answers_correctly_again_is_used(one: Server) -> None:
+def test_store_is_used_again_after_valid_replies(one: Server) -> None:
     sane = Event()
     with (
         altered(one, lambda _, answer: answer if sane.is_set() else b"*1000000000\r\n") as address,
@@ -582,7 +580,7 @@ def test_a_store_that_answers_correctly_again_is_used(one: Server) -> None:
         assert driver.count([make_hit()])[0].count == 1
 
 
-def test_an_old_server_gets_the_password_alone(one: Server) -> None:
+def test_old_server_gets_only_the_password(one: Server) -> None:
     """Before Redis 6 AUTH took one word, and said so."""
     told: list[list[bytes]] = []
 
@@ -606,7 +604,7 @@ def test_an_old_server_gets_the_password_alone(one: Server) -> None:
     keys=st.lists(st.text(max_size=20)),
     argument=st.integers() | st.binary() | st.text(),
 )
-def test_commands_are_packed_as_hiredis_packs_them(
+def test_commands_are_packed_as_by_hiredis(
     start: str, keys: list[str], argument: str | int | bytes
 ) -> None:
     words = (argument, *(start + key for key in keys))
@@ -635,9 +633,7 @@ def test_scripts_are_sent_again_after_a_flush(either: Driver, one: Server) -> No
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 @pytest.mark.parametrize("cooldown_ms", [0, 90_000])
-def test_counters_expire_by_themselves(
-    driver: Driver, one: Server, window_type: str, cooldown_ms: int
-) -> None:
+def test_counters_expire(driver: Driver, one: Server, window_type: str, cooldown_ms: int) -> None:
     hit = make_hit(window_type, cooldown_ms=cooldown_ms, threshold=2)
     lives = []
     for _ in range(2):
@@ -652,7 +648,7 @@ def test_counters_expire_by_themselves(
     )
 
 
-def test_all_other_keys_expire_by_themselves(driver: Driver, one: Server) -> None:
+def test_all_other_keys_expire(driver: Driver, one: Server) -> None:
     driver.push([make_push("a")])
     driver.account([make_step(1, NO_LIMITS)])
     for kind in KINDS:
@@ -679,7 +675,7 @@ def test_all_other_keys_expire_by_themselves(driver: Driver, one: Server) -> Non
         "sadd x y",
     ],
 )
-def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poison: str) -> None:
+def test_keys_of_other_programs_are_replaced(driver: Driver, one: Server, poison: str) -> None:
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     good_hits = [replace(hit, key=f"good-{hit.key}") for hit in hits]
     ring, good_ring = make_push("a", key="bad"), make_push("a", key="good")
@@ -718,7 +714,7 @@ def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poiso
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "sadd x y"])
 @pytest.mark.parametrize("part", ["ends", "documents", "version"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_of_documents_of_another_program_is_replaced(
+def test_document_keys_of_other_programs_are_replaced(
     driver: Driver, one: Server, kind: str, part: str, poison: str
 ) -> None:
     subject = driver.name("subject")
@@ -733,7 +729,7 @@ def test_a_key_of_documents_of_another_program_is_replaced(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, kind: str) -> None:
+def test_missing_document_leaves_the_others(driver: Driver, one: Server, kind: str) -> None:
     subject = driver.name("subject")
     key = f"loopguard:{kind}:{subject}:documents"
     for name in "abc":
@@ -747,7 +743,7 @@ def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, 
 
 
 @pytest.mark.parametrize("count", [2**32 - 2, 2**32 - 1])
-def test_a_tally_counts_to_four_bytes(driver: Driver, one: Server, count: int) -> None:
+def test_tally_counts_up_to_four_bytes(driver: Driver, one: Server, count: int) -> None:
     now = 1_700_000_000_000
     driver.count([LONG], now)
     one.client().setrange(f"loopguard:{driver.key(LONG)}", 1, count.to_bytes(4))
@@ -858,7 +854,7 @@ def test_no_script_holds_the_server(
 
 
 @pytest.mark.parametrize(("calls", "scripts"), [(0, 7), (40, 50), (512, 100)])
-def test_steps_go_in_scripts_that_are_short(
+def test_steps_are_split_into_short_scripts(
     driver: Driver, one: Server, calls: int, scripts: int
 ) -> None:
     history = [make_record(number * 8, arguments=str(number)) for number in range(calls)]
@@ -877,7 +873,7 @@ def test_steps_go_in_scripts_that_are_short(
     assert [standing.steps for standing in found] == [number // 4 + 1 for number in range(100)]
 
 
-def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
+def test_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
     limits = limit(
         tool_calls=10_000, tools=tuple((number.to_bytes(4), 10_000) for number in range(1, 61))
     )
@@ -891,7 +887,7 @@ def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
     assert one.client().strlen(f"loopguard:{driver.place(steps[0]).key}") < 9_600
 
 
-def test_orders_that_change_are_read_anew(driver: Driver) -> None:
+def test_changed_orders_are_read_again(driver: Driver) -> None:
     book = driver.name("book")
     with driver.replica() as other:
 
@@ -913,7 +909,7 @@ def test_orders_that_change_are_read_anew(driver: Driver) -> None:
     assert (nothing, a, quiet, none) == (["no news"], ["a"], ["no news"], [])
 
 
-def test_a_board_that_fails_is_no_outage() -> None:
+def test_failing_board_is_no_outage() -> None:
     with server() as own, Driver(f"redis://{own.address}") as driver:
         driver.count([make_hit()])
         driver.put(BOARDS, "board", "a", b"x", 60)
@@ -941,7 +937,7 @@ SECONDS = st.integers(0, 12).map(lambda number: number * 1_000)
     times=st.integers(1, 5),
     later=st.integers(0, 40).map(lambda number: number * 1_000),
 )
-def test_a_verdict_stands_as_long_as_it_says(
+def test_verdict_lasts_as_long_as_stated(
     opened: tuple[Driver, RedisBackend],
     window_type: str,
     threshold: int,
@@ -999,7 +995,7 @@ def opened(one: Server) -> Iterator[tuple[Driver, RedisBackend]]:
 # --- batches
 
 
-def test_hits_that_wait_go_together(either: Driver) -> None:
+def test_waiting_hits_share_a_round_trip(either: Driver) -> None:
     async def client(number: int) -> None:
         for turn in range(40):
             await either.ask([make_hit(key=f"{number}-{turn}")], None)
@@ -1037,7 +1033,7 @@ def test_simultaneous_questions_are_one_bounded_batch(
 
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
-def test_hits_that_differ_are_each_judged_by_their_own(driver: Driver, window_type: str) -> None:
+def test_different_hits_keep_their_own_parameters(driver: Driver, window_type: str) -> None:
     shapes: list[dict[str, Any]] = [
         {"threshold": 2},
         {},
@@ -1052,7 +1048,7 @@ def test_hits_that_differ_are_each_judged_by_their_own(driver: Driver, window_ty
     assert [answer.cooldown_ms for answer in answers] == [0, 0, 7_000, 0]
 
 
-def test_a_caller_that_leaves_disturbs_no_other(either: Driver) -> None:
+def test_leaving_caller_disturbs_no_other(either: Driver) -> None:
     async def some_leave() -> list[int]:
         tasks = [
             asyncio.create_task(either.ask([make_hit(threshold=100)], None)) for _ in range(10)
@@ -1066,7 +1062,7 @@ def test_a_caller_that_leaves_disturbs_no_other(either: Driver) -> None:
     assert either.run(some_leave()) == [2, 4, 6, 8, 10]
 
 
-def test_listeners_are_called_once_unless_they_have_left(driver: Driver) -> None:
+def test_listeners_are_called_once_unless_cancelled(driver: Driver) -> None:
     """A failing listener does not stop the others, and one that has left is not called."""
     told: list[object] = []
 
@@ -1088,7 +1084,7 @@ def test_listeners_are_called_once_unless_they_have_left(driver: Driver) -> None
     assert driver.run(listen()) == [IndexError, 3]
 
 
-def test_an_error_of_ours_is_one_callers_alone(driver: Driver, one: Server) -> None:
+def test_unusable_answer_fails_only_its_caller(driver: Driver, one: Server) -> None:
     """An unusable answer fails its own caller; the others in the round trip are answered."""
 
     def finish(_: Sequence[object], answers: Sequence[Any]) -> object:
@@ -1146,7 +1142,7 @@ def test_counts_of_a_hammered_loop_never_decrease(driver: Driver) -> None:
     assert driver.count([MINUTE])[0].count == 2_001
 
 
-def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
+def test_hammered_loop_is_answered_locally(driver: Driver, one: Server) -> None:
     """It is answered locally; the server is updated now and then, and its count is right."""
     loop(driver, MINUTE)
     before = one.commands()["evalsha"]
@@ -1164,7 +1160,7 @@ def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
     )
 
 
-def test_closing_sends_what_is_owed(either: Driver) -> None:
+def test_closing_reports_owed_refusals(either: Driver) -> None:
     with either.replica() as leaving:
         loop(leaving, MINUTE)
         for _ in range(20):
@@ -1173,7 +1169,7 @@ def test_closing_sends_what_is_owed(either: Driver) -> None:
     assert either.count([MINUTE])[0].count == 24
 
 
-def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) -> None:
+def test_uncounted_refusals_are_answered_locally(driver: Driver, one: Server) -> None:
     hit = make_hit(window_ms=60_000, count_refused=False)
     loop(driver, hit)
     before = one.commands()["evalsha"]
@@ -1184,7 +1180,7 @@ def test_refusals_that_do_not_count_cost_nothing(driver: Driver, one: Server) ->
     assert one.commands()["evalsha"] - before < len(answers) / 2
 
 
-def test_a_known_cooldown_holds_for_other_requests(driver: Driver) -> None:
+def test_known_cooldown_applies_to_other_requests(driver: Driver) -> None:
     """A cooldown that a known loop has started applies to requests that are none."""
     (looping, _), (other, _) = cooldown_hits([(True, 1), (False, 1)], cooldown_ms=60_000)
     alone = driver.count([other])[0]
@@ -1199,16 +1195,14 @@ def test_a_known_cooldown_holds_for_other_requests(driver: Driver) -> None:
     assert all(0 < answer.cooldown_ms <= 60_000 for answer in answers)
 
 
-def test_a_changed_policy_is_asked_about_anew(driver: Driver) -> None:
+def test_changed_policy_asks_the_server_again(driver: Driver) -> None:
     loop(driver, MINUTE)
 
     assert not driver.count([make_hit(window_ms=60_000, threshold=50)])[0].looping
 
 
 @pytest.mark.parametrize("count_refused", [True, False])
-def test_a_deleted_key_is_forgotten_here_too(
-    driver: Driver, one: Server, count_refused: bool
-) -> None:
+def test_deleted_key_is_soon_forgotten(driver: Driver, one: Server, count_refused: bool) -> None:
     hit = make_hit(window_ms=60_000, count_refused=count_refused, threshold=100)
     loop(driver, hit)
     one.client().flushall()
@@ -1267,7 +1261,7 @@ TROUBLES: dict[str, tuple[Callable[[Server], None], Callable[[Server], None], se
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_trouble_is_told_once_and_heals(
+def test_outage_is_logged_once_and_recovers(
     trouble: str, client: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     harm, cure, kinds = TROUBLES[trouble]
@@ -1295,7 +1289,7 @@ def test_trouble_is_told_once_and_heals(
     assert lines == ["store unavailable, each replica counts separately", "store available again"]
 
 
-def test_a_hung_server_fails_all_waiting_requests(client: str) -> None:
+def test_hung_server_fails_all_waiting_requests(client: str) -> None:
     with server() as hung, Driver(f"redis://{hung.address}{client}", store_timeout=1) as driver:
         driver.count([make_hit()])
         hung.hang()
@@ -1311,7 +1305,7 @@ def test_a_hung_server_fails_all_waiting_requests(client: str) -> None:
     assert {type(answer) for answer in answers} == {StoreError}
 
 
-def test_a_busy_event_loop_is_no_outage(one: Server, client: str) -> None:
+def test_busy_event_loop_is_no_outage(one: Server, client: str) -> None:
     """If this process, not the server, was too slow, the answers that have arrived are used."""
     with Driver(f"redis://{one.address}{client}", store_timeout=0.3) as driver:
 
@@ -1328,7 +1322,7 @@ def test_a_busy_event_loop_is_no_outage(one: Server, client: str) -> None:
         assert driver.store.health() == "ok"
 
 
-def test_a_store_without_a_server_starts(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_starts_without_a_server(caplog: pytest.LogCaptureFixture) -> None:
     with server() as gone:
         pass
 

@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[Callable[[Server], None], Callable[[Server], None]]] = {
 }
 
 
-def test_one_server_in_every_kind_of_trouble() -> None:
+def test_one_server_recovers_from_every_fault() -> None:
     with server() as broken, soak(f"redis://{broken.address}") as made:
         loops_are_refused_across(made)
         for harm, cure in FAULTS.values():
@@ -168,7 +168,7 @@ def clustered() -> Iterator[tuple[str, Server]]:
 
 
 @pytest.mark.parametrize("replicated", [watched, clustered])
-def test_a_primary_dies_and_its_replica_takes_over(
+def test_replica_takes_over_from_a_dead_primary(
     replicated: Callable[[], AbstractContextManager[tuple[str, Server]]],
 ) -> None:
     with replicated() as (url, primary), soak(url) as made:
@@ -185,7 +185,7 @@ def _send_all(made: Stack, targets: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("trouble", ["killed", "hung"])
-def test_reject_refuses_the_third_of_a_dead_primary(trouble: str) -> None:
+def test_reject_refuses_only_keys_of_a_dead_primary(trouble: str) -> None:
     """Only requests with its keys get 503; the others are counted across replicas."""
     harm, cure = FAULTS[trouble]
     targets = [f"/p?shard={number}" for number in range(90)]
@@ -223,7 +223,7 @@ def test_reject_refuses_the_third_of_a_dead_primary(trouble: str) -> None:
             assert {after[target] for target in targets if target not in lost} == {429}
 
 
-def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
+def test_replicas_count_locally_without_a_primary() -> None:
     """Loops on its keys are caught by each replica, the others by both together."""
     with (
         cluster(replicas=False, full=False) as nodes,
@@ -245,7 +245,7 @@ def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
 
 
 @pytest.mark.parametrize(("on_store_error", "status"), [("allow", 200), ("reject", 503)])
-def test_a_dead_store_is_what_on_store_error_says(on_store_error: str, status: int) -> None:
+def test_on_store_error_decides_without_a_store(on_store_error: str, status: int) -> None:
     with server() as gone:
         pass
     with stack(
@@ -267,7 +267,7 @@ def test_a_dead_store_is_what_on_store_error_says(on_store_error: str, status: i
         assert made.loopguard.metric("store_errors_total", kind="unavailable") == 1
 
 
-def test_a_password_is_never_shown() -> None:
+def test_store_password_is_never_shown() -> None:
     with server("--requirepass", "correct-horse") as locked:
         for password in ("correct-horse", "wrong-horse"):
             url = f"redis://:{password}@{locked.address}/1?prefix=x"
@@ -298,7 +298,7 @@ def _scoped(name: str) -> Callable[[str], str]:
     return edit
 
 
-def test_attachments_of_different_scope_count_apart() -> None:
+def test_attachments_of_different_scopes_count_separately() -> None:
     with server() as shared:
         url = f"redis://{shared.address}"
         with (

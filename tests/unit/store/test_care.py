@@ -61,7 +61,7 @@ def attend(store: object) -> tuple[StoreCare, list[Any]]:
     return care, told
 
 
-def test_an_emptied_server_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_emptied_server_is_reported_once_per_replica(caplog: pytest.LogCaptureFixture) -> None:
     """By every replica that knew its mark; one that begins later takes the new mark."""
     servers = Servers(LOG, LOG)
     (one, told), (other, told_too) = attend(servers), attend(servers)
@@ -82,7 +82,7 @@ def test_an_emptied_server_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
     ] * 2
 
 
-def test_a_store_that_is_away_is_not_emptied() -> None:
+def test_unavailable_store_is_not_emptied() -> None:
     servers, down = Servers(LOG), StoreError("down", kind="connection")
     care, told = attend(servers)
 
@@ -93,7 +93,7 @@ def test_a_store_that_is_away_is_not_emptied() -> None:
     assert (told, care.emptied) == ([], 0)
 
 
-def test_a_store_in_memory_needs_no_care() -> None:
+def test_memory_store_is_not_checked() -> None:
     care, told = attend(MemoryStore(Metrics()))
     look(care)
 
@@ -109,7 +109,7 @@ def test_a_store_in_memory_needs_no_care() -> None:
         ((LOG, NOTHING), NOTHING),
     ],
 )
-def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -> None:
+def test_least_persistent_server_counts(kept: tuple[str, ...], least: str) -> None:
     care, _ = attend(Servers(*kept))
     look(care)
 
@@ -130,9 +130,7 @@ def test_the_server_that_keeps_least_counts(kept: tuple[str, ...], least: str) -
         ("# Persistence\r\nnonsense", "3600 1", UNKNOWN),
     ],
 )
-def test_persistence_is_read_from_the_servers_own_words(
-    info: str, points: str | None, expected: str
-) -> None:
+def test_persistence_is_read_from_server_info(info: str, points: str | None, expected: str) -> None:
     assert classify_persistence(info, points) == expected
 
 
@@ -146,7 +144,7 @@ def test_persistence_is_read_from_the_servers_own_words(
         (b"OK", None),
     ],
 )
-def test_a_setting_is_read_from_an_answer(reply: object, expected: str | None) -> None:
+def test_setting_is_read_from_a_reply(reply: object, expected: str | None) -> None:
     assert read_setting(reply) == expected
 
 

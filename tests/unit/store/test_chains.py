@@ -72,7 +72,7 @@ def test_no_retry_makes_a_conversation_longer(
             assert len(truth) < counts[name] <= max([len(each) for each in turns]) + 1
 
 
-def test_a_node_has_the_newest_names() -> None:
+def test_node_has_the_newest_names() -> None:
     model = Model()
     for number in range(MAX_NAMES + 2):
         model.ask(make_link(Sent("u", (), ""))._replace(fresh=name_freshly(number)), 0)
@@ -85,7 +85,7 @@ def test_a_node_has_the_newest_names() -> None:
 
 @settings(deadline=None)
 @given(st.lists(_TURNS, min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
-def test_a_retry_changes_nothing(
+def test_retry_changes_nothing(
     turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject
 ) -> None:
     model = Model()
@@ -147,7 +147,7 @@ def test_history_of_unseen_turns_is_not_whole() -> None:
     assert model.ask(make_link(Sent("u", ("d+e+f",), "x"))).whole
 
 
-def test_a_caller_cannot_take_up_all() -> None:
+def test_memory_of_one_caller_is_bounded() -> None:
     store = MemoryStore(Metrics())
     asked = [
         make_link(Sent(f"task {number}", ("a", "b"), "x"), most=50_000) for number in range(1_000)
@@ -165,7 +165,7 @@ def test_a_caller_cannot_take_up_all() -> None:
     assert first == again
 
 
-def test_all_callers_together_have_a_bound() -> None:
+def test_memory_of_all_callers_is_bounded() -> None:
     metrics = Metrics()
     store = MemoryStore(metrics, 2_500)
     kept = [

@@ -71,7 +71,7 @@ def test_a_session_is_judged_by_the_rules(
 
 @settings(max_examples=examples(150))
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS, entries=st.sampled_from([31, 32, 64, 1_000]))
-def test_a_session_follows_the_rules_in_any_memory(
+def test_sessions_equal_a_plain_model_in_any_memory(
     moves: list[tuple[int, str, int, int]], limits: Limits, entries: int
 ) -> None:
     """The number of unpacked ledgers changes no answer; the clock goes forward."""
@@ -84,7 +84,7 @@ def test_a_session_follows_the_rules_in_any_memory(
 
 
 @pytest.mark.parametrize("number", [0, 1, 20_000])
-def test_whatever_a_history_holds_is_taken(number: int) -> None:
+def test_any_history_is_accepted(number: int) -> None:
     ledger = Ledger(None, 0)
     ledger.take_step(make_step(1, NO_LIMITS, [bytes(15)] * number), 0)
     many = [position.to_bytes(15) for position in range(20_000)]
@@ -93,14 +93,14 @@ def test_whatever_a_history_holds_is_taken(number: int) -> None:
     assert len(ledger.pack()) < MAX_RECORDS * KNOWN + 1_000
 
 
-def test_a_fresh_ledger_is_small() -> None:
+def test_new_ledger_is_small() -> None:
     ledger = Ledger(None, 0)
     ledger.take_step(make_step(1, NO_LIMITS), 0)
 
     assert len(ledger.pack()) < 192
 
 
-def test_a_ledger_is_bounded() -> None:
+def test_ledger_is_bounded() -> None:
     limits, state = limit(tool_calls=10**9), b""
     for number in range(1, 400):
         calls = [make_record(at * 8, arguments=str(at)) for at in range(number * 2)]
@@ -147,7 +147,7 @@ def test_packed_sessions_are_kept_until_they_end() -> None:
     assert len(store) == 20
 
 
-def test_other_tools_leave_all_other_limits() -> None:
+def test_with_tools_copies_all_other_limits() -> None:
     """A field that is new is not lost where an operator grants calls of a tool."""
     limits: dict[str, Any] = {
         name: {False: True, (): ()}.get(field.default, number)

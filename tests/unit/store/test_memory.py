@@ -45,7 +45,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert store.count(4, a=hit, c=hit, d=hit) == {"a": 3, "c": 2, "d": 2}
 
 
-def test_the_expired_go_before_the_least_recently_used() -> None:
+def test_expired_entries_are_dropped_first() -> None:
     store = Memory(2)
     long, short = make_hit(window_ms=60_000), make_hit(window_ms=1_000)
     store.count(0, long=long)
@@ -57,7 +57,7 @@ def test_the_expired_go_before_the_least_recently_used() -> None:
     assert store.count(2_001, long=long) == {"long": 2}
 
 
-def test_a_running_cooldown_is_not_expired() -> None:
+def test_running_cooldown_does_not_expire() -> None:
     store = Memory(2)
     tripping, other = make_hit(window_ms=100, cooldown_ms=50_000), make_hit(window_ms=100)
     for now in range(3):
@@ -120,7 +120,7 @@ def test_budgets_of_many_callers_keep_what_was_used() -> None:
     assert store.evictions
 
 
-def test_long_rings_leave_room_for_fewer() -> None:
+def test_memory_of_long_rings_is_bounded() -> None:
     store = Memory(1_000)
     for number in range(1_000):
         for request in range(32):

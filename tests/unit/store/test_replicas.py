@@ -78,7 +78,7 @@ def test_replicas_see_each_other_while_they_live() -> None:
     assert seen == [[3, 2, 3], [3, 3, 3], [3, 3, 3], [2, 2, 3], [2, 2, 3], [1, 2, 3]]
 
 
-def test_a_share_fits_its_request_within_the_limit() -> None:
+def test_share_has_room_for_its_request() -> None:
     bucket = make_bucket(amount=1, limit=10, rate=9).share(4)
     large = make_bucket(amount=7, limit=10, rate=1).share(4)
     never = make_period(amount=11, limit=10).share(4)
@@ -99,7 +99,7 @@ def test_a_share_fits_its_request_within_the_limit() -> None:
         st.tuples(st.integers(0, MOST - 1), st.integers(1, 12), st.integers(0, 30)), max_size=60
     ),
 )
-def test_shares_together_are_no_more_than_the_limit(
+def test_sum_of_shares_stays_within_the_limit(
     kind: int, limit: int, replicas: int, sent: list[tuple[int, int, int]]
 ) -> None:
     """But for one request of each replica."""

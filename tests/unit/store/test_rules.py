@@ -22,7 +22,7 @@ PACKED = {
 """The formats of what is kept as one packed value."""
 
 
-def test_every_rule_stands_in_both_languages() -> None:
+def test_every_rule_has_python_and_lua() -> None:
     """`windows` has two scripts, and `roots` asks `root` for many agents."""
     rules = {path.stem for path in RULES.glob("*.py")} - {"__init__"}
     assert sorted(rules - {"windows"} | {"tally", "sliding_log", "roots"}) == SCRIPTS

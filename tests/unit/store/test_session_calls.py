@@ -67,7 +67,7 @@ def test_calls_with_stable_ids_are_counted_once(
 @pytest.mark.parametrize("shape", WITH_IDS + WITHOUT_IDS)
 @settings(max_examples=examples(60))
 @given(MOVES, SEEDS)
-def test_a_history_with_new_ids_is_counted_once(shape: str, moves: list[Move], seed: int) -> None:
+def test_history_with_new_ids_is_counted_once(shape: str, moves: list[Move], seed: int) -> None:
     """Also equal calls in any turns; the first turn is not sent again before the second."""
     first = next((place for place, move in enumerate(moves) if move.calls), len(moves))
     moves = [*moves[: first + 1], Move((("read", {}),)), *moves[first + 1 :]]
@@ -133,7 +133,7 @@ def read_body(name: str) -> tuple[bytes, bytes]:
         "responses_stuck",
     ],
 )
-def test_what_sdks_send_is_counted_once(name: str) -> None:
+def test_histories_of_sdks_are_counted_once(name: str) -> None:
     bodies = read_body(name)
     shown = len(read_tool_calls(Document(bodies[0])).records) // RECORD
     ask = in_memory()
@@ -148,7 +148,7 @@ def test_what_sdks_send_is_counted_once(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_agents_of_a_session_are_counted_each() -> None:
+def test_two_agents_of_a_session_are_both_counted() -> None:
     parent, child = Client("chat", ids="last"), Client("chat", ids="last", first_id=1_000)
     ask, counted = in_memory(), 0
     for at in range(300):

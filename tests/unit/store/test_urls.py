@@ -118,7 +118,7 @@ NO_STORES = [
 @pytest.mark.parametrize(
     ("url", "message"), [*NO_STORES, *((url, f"cannot use store {said}") for url, said in BAD_URLS)]
 )
-def test_a_bad_url_says_what_would_be_right(url: str, message: str) -> None:
+def test_invalid_url_is_explained(url: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         open_store(url, Metrics())
 
@@ -150,7 +150,7 @@ def test_no_error_shows_the_password(url: str, _: str, password: str) -> None:
     assert SECRET not in redact_url(url)
 
 
-def test_an_unreadable_password_file_is_a_usage_error(tmp_path: Path) -> None:
+def test_unreadable_password_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         open_store("redis://a", Metrics(), Settings(store_password_file=str(tmp_path / "none")))
 
@@ -165,7 +165,7 @@ def test_an_unreadable_password_file_is_a_usage_error(tmp_path: Path) -> None:
         ("redis+cluster://a?tags=256", 256),
     ],
 )
-def test_a_cluster_s_hash_tags_are_a_setting(url: str, tags: int) -> None:
+def test_number_of_hash_tags_is_an_option(url: str, tags: int) -> None:
     store = open_store(url, Metrics())
 
     assert isinstance(store, RemoteStore)

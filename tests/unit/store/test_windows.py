@@ -42,7 +42,7 @@ def test_a_log_remembers_a_bounded_number() -> None:
     st.integers(0, 20),
     st.integers(1, 2_000),
 )
-def test_a_clock_that_is_set_back_refuses_no_innocent(
+def test_clock_set_back_refuses_no_rare_requests(
     window_type: str, count_refused: bool, cooldown: int, gaps: list[int], place: int, back: int
 ) -> None:
     """A client that never sends two requests within a window is never refused."""

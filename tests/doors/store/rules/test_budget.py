@@ -35,14 +35,14 @@ from tests.support.windows import make_hit
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_budgets_are_kept(store: Driver, case: str) -> None:
+def test_budget_cases_hold_in_every_store(store: Driver, case: str) -> None:
     for asked, expected in CASES[case]:
         answers = ask_store(store, asked.takes, asked.now)
         assert [shown(answer) for answer in answers if not asked.takes[0].settles] == expected
 
 
 @given(sent=REQUESTS)
-def test_budgets_are_as_the_documents_say(opened: Driver, sent: list[Sent]) -> None:
+def test_budgets_equal_a_plain_model(opened: Driver, sent: list[Sent]) -> None:
     store, model, now = opened.fresh(), Model(), NOON
     answers: list[list[Taken]] = []
     for place, request in enumerate(sent):
@@ -77,7 +77,7 @@ def test_simultaneous_requests_never_take_too_much(store: Driver) -> None:
     assert ask_store(store, takes, NOON)[1].left == 50 - 33
 
 
-def test_settlements_with_and_without_markers_go_together(store: Driver) -> None:
+def test_marked_and_unmarked_settlements_share_a_call(store: Driver) -> None:
     bucket, period, breaker = make_bucket(9), make_period(9), make_breaker(9)
     ask_store(store, [bucket, period, breaker], NOON)
     settlements = [
@@ -98,7 +98,7 @@ def test_settlements_with_and_without_markers_go_together(store: Driver) -> None
 
 
 @pytest.mark.parametrize("name", ["memory", "cluster"])
-def test_what_one_rule_refuses_costs_no_other_rule(
+def test_refused_request_takes_nothing_from_other_rules(
     drivers: Callable[[str], Driver], name: str
 ) -> None:
     """Also on a cluster, where the rules of a request are in different slots."""
@@ -131,7 +131,7 @@ def test_what_one_rule_refuses_costs_no_other_rule(
     assert sample(service, "budget_lost_total") == 0
 
 
-def test_the_time_is_the_calendars(store: Driver) -> None:
+def test_periods_begin_by_the_calendar(store: Driver) -> None:
     """Without an argument, periods begin when the calendar says so."""
     (first,) = ask_store(store, [make_period(1)], None)
 

@@ -19,7 +19,7 @@ from tests.support.windows import make_push
     ttl=st.sampled_from([3_600_000, 400_000, 60_000]),
     most=st.sampled_from([2**26, 3_000]),
 )
-def test_a_store_follows_conversations_as_the_definition_does(
+def test_conversations_equal_their_rule(
     opened: Driver, steps: list[tuple[Sent, int]], ttl: int, most: int
 ) -> None:
     """For any requests, on a clock that may be set back, except in memory.
@@ -36,7 +36,7 @@ def test_a_store_follows_conversations_as_the_definition_does(
         assert ask_store(store, link, now) == model.ask(link, now), (sent, now)
 
 
-def test_a_conversation_is_followed(store: Driver) -> None:
+def test_trail_has_the_newest_entries(store: Driver) -> None:
     shown: tuple[str, ...] = ()
     for number in range(40):
         trail = ask_store(store, make_link(Sent("u", shown, f"e{number}")), 1_000 + number)
@@ -47,7 +47,7 @@ def test_a_conversation_is_followed(store: Driver) -> None:
         shown = (*shown, f"a{number}")
 
 
-def test_a_node_without_conversations_lasts_two_minutes(store: Driver) -> None:
+def test_node_without_conversations_lasts_two_minutes(store: Driver) -> None:
     """One that was left is found again for that long; one that others may still leave stays."""
     for _ in range(2):
         ask_store(store, make_link(Sent("u", (), "")), 0)
@@ -59,7 +59,7 @@ def test_a_node_without_conversations_lasts_two_minutes(store: Driver) -> None:
     assert ask_store(store, make_link(Sent("u", ("a", "d"), "z")), 500_000).entries == [b"x", b"z"]
 
 
-def test_chains_and_rings_are_asked_together(store: Driver) -> None:
+def test_one_call_pushes_to_chains_and_rings(store: Driver) -> None:
     links = [
         make_link(Sent(f"u{number}", ("a",), f"e{number}"), caller=f"{number:02x}")
         for number in range(20)
@@ -90,7 +90,7 @@ def make_fork(shown: list[str], entry: bytes, fresh: bytes) -> ChainLink:
         )
     )
 )
-def test_a_store_names_forks_as_the_definition_does(
+def test_names_of_forks_equal_their_rule(
     opened: Driver, asked: list[tuple[list[str], bytes, int]]
 ) -> None:
     store, model, now = opened.fresh(), Model(), 10_000_000
@@ -101,7 +101,7 @@ def test_a_store_names_forks_as_the_definition_does(
         assert ask_store(store, link, now) == model.ask(link, now), (shown, entry)
 
 
-def test_each_fork_has_a_name_of_its_own(store: Driver) -> None:
+def test_each_fork_has_its_own_name(store: Driver) -> None:
     begun = ask_store(store, make_fork([], b"", b"N" * 8), 1).name
     names = [
         ask_store(store, make_fork(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2

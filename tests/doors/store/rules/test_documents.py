@@ -75,7 +75,7 @@ ON_BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("case", ON_BOARDS)
-def test_a_board_in_every_store(store: Driver, case: str) -> None:
+def test_board_cases_hold_in_every_store(store: Driver, case: str) -> None:
     steps, now, expected = ON_BOARDS[case]
     for moment, replica, document, seconds in steps:
         store.run(
@@ -89,7 +89,7 @@ def test_a_board_in_every_store(store: Driver, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_have_a_clock_of_their_own(store: Driver, kind: str) -> None:
+def test_documents_use_the_clock_of_the_store(store: Driver, kind: str) -> None:
     store.run(store.store.documents.put(kind, store.name("subject"), "a", b"x", 3_600))
 
     assert store.read(kind, store.name("subject")) == {"a": b"x"}
@@ -97,7 +97,9 @@ def test_documents_have_a_clock_of_their_own(store: Driver, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "more"), [("a", 1), ("", 0), ("a" * 256, 0), ("\u00e9" * 128, 0)])
-def test_what_is_too_long_is_refused(store: Driver, kind: str, name: str, more: int) -> None:
+def test_document_or_name_that_is_too_long_is_rejected(
+    store: Driver, kind: str, name: str, more: int
+) -> None:
     with pytest.raises(StoreError) as error:
         store.run(
             store.store.documents.put(
@@ -142,7 +144,7 @@ BOOKS: dict[str, tuple[list[Ordered], int, dict[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("case", BOOKS)
-def test_orders_in_every_store(store: Driver, case: str) -> None:
+def test_order_cases_hold_in_every_store(store: Driver, case: str) -> None:
     steps, now, expected = BOOKS[case]
     for moment, name, document, seconds in steps:
         if document is None:
@@ -165,14 +167,14 @@ def test_orders_in_every_store(store: Driver, case: str) -> None:
     assert store.run(store.store.documents.read(ORDERS, store.name("another"), "", now)) is None
 
 
-def test_what_does_not_stand_cannot_be_taken_back(store: Driver) -> None:
+def test_missing_or_expired_order_cannot_be_revoked(store: Driver) -> None:
     store.run(store.store.documents.put(ORDERS, store.name("book"), "a", b"x", 60, 1_000))
 
     assert not store.run(store.store.documents.drop(ORDERS, store.name("book"), "b", 1_000))
     assert not store.run(store.store.documents.drop(ORDERS, store.name("book"), "a", 61_000))
 
 
-def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
+def test_replicas_share_the_first_secret(store: Driver) -> None:
     """The first one; in memory, where there is no other replica, each process has its own."""
     name, first, second = store.name("secret"), b"\x00\xff\r\n" * 8, b"x" * 32
 
@@ -181,7 +183,7 @@ def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
     assert found == ([first, second] if isinstance(store.store, MemoryStore) else [first, first])
 
 
-def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_orders_is_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new order is rejected; an existing one may be changed, and an expired one makes room."""
     monkeypatch.setitem(KINDS, ORDERS, KINDS[ORDERS]._replace(max_documents=3))
     book = store.name("book")
@@ -201,7 +203,7 @@ def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_thousands_of_orders_are_read_whole(store: Driver) -> None:
+def test_thousands_of_orders_are_read(store: Driver) -> None:
     book = store.name("book")
 
     async def fill() -> None:

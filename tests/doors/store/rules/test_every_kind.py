@@ -155,7 +155,7 @@ _MOVES = st.sampled_from(
         max_size=50,
     )
 )
-def test_a_server_answers_as_memory_does(
+def test_every_server_answers_as_memory_does(
     drivers: Callable[[str], Driver], name: str, moves: Sequence[tuple[str, int, int, int]]
 ) -> None:
     players, now = [_Player(drivers(store).fresh()) for store in ("memory", name)], NOON
@@ -167,9 +167,7 @@ def test_a_server_answers_as_memory_does(
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_requests_at_the_same_time_count_once_each(
-    drivers: Callable[[str], Driver], name: str
-) -> None:
+def test_concurrent_requests_count_once_each(drivers: Callable[[str], Driver], name: str) -> None:
     store = drivers(name).fresh()
 
     async def ask_all() -> list[Any]:

@@ -14,15 +14,13 @@ from tests.support.windows import PUSH_STEPS, PUSHES, make_hit, make_push, place
 
 
 @pytest.mark.parametrize("case", PUSHES)
-def test_a_ring_in_every_store(store: Driver, case: str) -> None:
+def test_ring_cases_hold_in_every_store(store: Driver, case: str) -> None:
     for now, pushed, expected in PUSHES[case]:
         assert b" ".join(store.push([pushed], now)[0]) == expected.encode()
 
 
 @given(steps=PUSH_STEPS)
-def test_a_store_keeps_rings_as_the_definition_does(
-    opened: Driver, steps: list[tuple[Push, int]]
-) -> None:
+def test_rings_equal_a_plain_model(opened: Driver, steps: list[tuple[Push, int]]) -> None:
     store = opened.fresh()
 
     found = [store.push([pushed], now)[0] for pushed, now in place_pushes(steps)]

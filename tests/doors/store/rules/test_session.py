@@ -47,7 +47,7 @@ from tests.support.windows import make_hit
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_session_in_every_store(store: Driver, case: str) -> None:
+def test_session_cases_hold_in_every_store(store: Driver, case: str) -> None:
     told = [
         tell(standing) for now, asked, _ in CASES[case] for standing in store.account([asked], now)
     ]
@@ -78,7 +78,7 @@ def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
 
 
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
-def test_a_store_keeps_sessions_as_the_rules_say(
+def test_sessions_equal_a_plain_model(
     opened: Driver, moves: list[tuple[int, str, int, int]], limits: Limits
 ) -> None:
     store = opened.fresh()
@@ -94,7 +94,7 @@ def test_a_store_keeps_sessions_as_the_rules_say(
 @pytest.mark.parametrize("shape", ["chat", "responses", "gemini"])
 @settings(max_examples=examples(160))
 @given(AGENT_MOVES, st.sampled_from(["last", "anew"]), st.integers(1, 6), st.sampled_from([0, 7]))
-def test_a_store_counts_calls_as_memory_does(
+def test_calls_are_counted_as_in_memory(
     opened: Driver, shape: str, moves: list[Move], ids: str, most: int, seed: int
 ) -> None:
     store = opened.fresh()
@@ -108,7 +108,7 @@ def test_a_store_counts_calls_as_memory_does(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) -> None:
+def test_long_histories_are_counted_as_in_memory(store: Driver, seed: int) -> None:
     order = Random(seed)
     limits = limit(
         tool_calls=order.choice([100, 10**9]),
@@ -160,7 +160,7 @@ def test_forgotten_calls_are_not_counted_again(store: Driver) -> None:
     ]
 
 
-def test_as_many_calls_are_known_as_a_limit_needs(store: Driver) -> None:
+def test_high_limit_makes_more_calls_known(store: Driver) -> None:
     """With a limit of a thousand calls, the newest 512 are known."""
     history = [make_record(number, arguments=str(number)) for number in range(900)]
     shown = (history, history[388:420], history[300:330])
@@ -174,7 +174,7 @@ def test_as_many_calls_are_known_as_a_limit_needs(store: Driver) -> None:
     assert [standing.tool_calls for standing in standings] == [900, 900, 930]
 
 
-def test_tools_are_counted_as_far_as_there_is_room(store: Driver) -> None:
+def test_number_of_counted_tools_is_bounded(store: Driver) -> None:
     """64 tools are counted, each by the start of its name; one that has a limit always is."""
     calls = [number.to_bytes(6) + number.to_bytes(4) + bytes(5) for number in range(100)]
     tools = tuple((number.to_bytes(4), "\U0001f600" * number + "\ud800") for number in range(100))
@@ -216,7 +216,7 @@ def test_every_call_of_a_long_history_is_counted(store: Driver) -> None:
     assert (tell(second), second.tool_calls) == ("max_calls_per_tool 491/490 send", 4_901)
 
 
-def test_the_newest_reservations_stay_open(store: Driver) -> None:
+def test_newest_reservations_stay_open(store: Driver) -> None:
     """Of 33 requests that are not settled, the oldest costs what it has reserved."""
     asked = [make_step(number, limit(), reserve=7) for number in range(33)]
     standings = [store.account([one], 1)[0] for one in asked]
@@ -227,7 +227,7 @@ def test_the_newest_reservations_stay_open(store: Driver) -> None:
     ]
 
 
-def test_a_retry_of_a_forgotten_step_cannot_be_undone(store: Driver) -> None:
+def test_retry_of_a_forgotten_step_cannot_be_undone(store: Driver) -> None:
     """When the same request is a new step by then, that is no retry which could be undone."""
     retry = make_step(1, limit(), call=bytes(15) + b"r")
     asked = [make_step(1, limit()), retry, *[make_step(number, limit()) for number in range(2, 18)]]
@@ -271,7 +271,7 @@ def finish(number: int, outcome: int, cost: int = 0) -> Settlement:
 
 
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_start_leaves_with_steps_and_cost(store: Driver, settled: bool) -> None:
+def test_start_leaves_with_its_step_and_cost(store: Driver, settled: bool) -> None:
     store.account([start(1), start(2)], 1)
     if settled:
         store.account([finish(1, SUCCEEDED, 30), finish(2, SUCCEEDED, 4)], 2)
@@ -283,7 +283,7 @@ def test_a_start_leaves_with_steps_and_cost(store: Driver, settled: bool) -> Non
     assert (late.steps, late.cost, late.retry) == (1, 4 if settled else 0, True)
 
 
-def test_nothing_falls_below_zero(store: Driver) -> None:
+def test_steps_and_cost_never_fall_below_zero(store: Driver) -> None:
     """Also if equal prompts, which count as one step, all go on."""
     store.account([start(number, prompt=9) for number in range(1, 5)], 1)
     store.account([finish(number, SUCCEEDED, 3) for number in (1, 2, 3)], 2)
@@ -311,7 +311,7 @@ _STARTS = st.lists(
 
 
 @given(_STARTS)
-def test_a_store_keeps_starts_as_memory_does(
+def test_starts_are_counted_as_in_memory(
     opened: Driver, moves: list[tuple[str, int, int, int]]
 ) -> None:
     store, memory, now = opened.fresh(), in_memory(), 1_000_000

@@ -19,7 +19,7 @@ def take_back(store: Driver, key: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("window_type", KINDS)
-def test_a_request_is_taken_back_from_its_window(store: Driver, window_type: str) -> None:
+def test_request_is_taken_back_from_its_window(store: Driver, window_type: str) -> None:
     """One for each time; an emptied window is as new, and so is a missing key."""
     hit: Hit = make_hit(window_type, key="k")
 
@@ -39,7 +39,7 @@ def test_a_request_is_taken_back_from_its_window(store: Driver, window_type: str
 
 
 @pytest.mark.parametrize("window_type", KINDS)
-def test_a_cooldown_stays(store: Driver, window_type: str) -> None:
+def test_take_back_keeps_the_cooldown(store: Driver, window_type: str) -> None:
     hit = make_hit(window_type, key="k", threshold=2, cooldown_ms=5_000)
     store.count([hit], 1_000)
     assert store.count([hit], 1_001)[0].looping
@@ -50,7 +50,7 @@ def test_a_cooldown_stays(store: Driver, window_type: str) -> None:
     assert store.count([hit], 1_002)[0].looping
 
 
-def test_a_retry_is_taken_back_from_its_conversation(store: Driver) -> None:
+def test_retry_is_taken_back_from_its_conversation(store: Driver) -> None:
     """However often a request fails, it is no turn; from then on it has its three retries."""
     link = make_link(Sent("u", ("a",), "x"))
     ask_store(store, make_link(Sent("u", (), "")), 0)

@@ -92,7 +92,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_tree_in_every_store(store: Driver, case: str) -> None:
+def test_tree_cases_hold_in_every_store(store: Driver, case: str) -> None:
     limits, moves = CASES[case]
     session = limit(idle_ms=3_600_000)
     told = []
@@ -110,7 +110,7 @@ def test_a_tree_in_every_store(store: Driver, case: str) -> None:
     limits=st.lists(AGENT_LIMITS_OF_ALL_KINDS, min_size=1, max_size=2),
     steps=st.sampled_from([-1, -1, 3, 8]),
 )
-def test_a_store_keeps_trees_as_the_rules_say(
+def test_trees_equal_a_plain_model(
     opened: Driver, moves: list[tuple[int, int, str, int]], limits: list[AgentLimits], steps: int
 ) -> None:
     store, session = opened.fresh(), limit(steps=steps)
@@ -130,7 +130,7 @@ LARGE = [
 ]
 
 
-def test_a_store_keeps_large_trees_as_the_rules_say(store: Driver) -> None:
+def test_large_trees_equal_a_plain_model(store: Driver) -> None:
     """First more agents than memory keeps unpacked, then more than are known at all.
 
     Most requests are of recent agents.
@@ -173,7 +173,7 @@ def search(store: Driver, agent: int, parent: int) -> tuple[RootSearch, Step]:
     return asked._replace(key=store.name(key), parent_key=store.name(above)), step
 
 
-def test_a_step_finds_the_root_of_its_agent(store: Driver) -> None:
+def test_step_is_counted_at_the_root(store: Driver) -> None:
     """It is counted in the root's session, below the parent that it names.
 
     The agents are a child, its child and grandchild, another child, one in a circle with it, one
@@ -208,7 +208,7 @@ def test_a_step_finds_the_root_of_its_agent(store: Driver) -> None:
     assert roots == [root for root, _, _ in told]
 
 
-def test_steps_with_roots_are_counted_in_one_call(store: Driver) -> None:
+def test_one_call_mixes_steps_and_settlements(store: Driver) -> None:
     steps = [search(store, agent, parent)[1] for agent, parent in [(2, 1), (3, 2), (4, 3)]]
     steps[1].tree = None
     plain = make_step(9, limit(), key="session:p::0000000000000001:7f")
@@ -225,7 +225,7 @@ def test_steps_with_roots_are_counted_in_one_call(store: Driver) -> None:
     ]
 
 
-def test_an_agent_that_did_not_begin_kills_no_session(store: Driver) -> None:
+def test_refused_agents_kill_no_session(store: Driver) -> None:
     """Its refusals are counted, but not as refusals in a row."""
     session, limits = limit(blocks=2), AgentLimits(agents=0)
     for number in range(1, 6):
@@ -247,7 +247,7 @@ A, B, C, D = (f"{number:016x}" for number in range(10, 14))
     ],
     ids=["a chain and a circle", "another tree", "the parent of a known one"],
 )
-def test_a_root_is_found_by_way_of_each_parent(
+def test_root_is_found_through_each_parent(
     store: Driver, pairs: list[tuple[str, str]], roots: list[str]
 ) -> None:
     """The first parent decides; searches go one by one or together, as replicas send them."""
@@ -282,7 +282,7 @@ def test_requests_of_the_root_keep_its_tree() -> None:
     ("limits", "weight"),
     [((-1, -1), 0), ((1, -1), 1), ((-1, 64), 1), ((65, 1), 2), ((1_000, 9), 16)],
 )
-def test_a_tree_weighs_what_its_limits_read(limits: tuple[int, int], weight: int) -> None:
+def test_weight_of_a_tree_follows_its_limits(limits: tuple[int, int], weight: int) -> None:
     """Batches are bounded by that, because one script delays all other clients of a server."""
     concurrent, spawns = limits
     asked = ask_in_tree(1, 1, AgentLimits(concurrent=concurrent, spawns=spawns)).tree
@@ -291,7 +291,7 @@ def test_a_tree_weighs_what_its_limits_read(limits: tuple[int, int], weight: int
     assert weigh_tree(None) == 0
 
 
-def test_a_root_is_forgotten_in_time() -> None:
+def test_root_expires() -> None:
     found = {}
     for gap in (999, 1_000):
         store = MemoryStore(Metrics())

@@ -56,7 +56,7 @@ _GAPS = st.integers(0, 1_000) | st.sampled_from([9_999, 10_000]) | st.integers(-
         )
     )
 )
-def test_a_store_answers_as_the_windows_do(
+def test_windows_equal_a_plain_model(
     opened: Driver, steps: list[tuple[tuple[str, tuple[int, int, bool], int], int]]
 ) -> None:
     store, memory = opened.fresh(), open_store("memory://", Metrics())
@@ -86,9 +86,7 @@ def test_a_store_answers_as_the_windows_do(
 
 
 @given(steps=COOLDOWN_STEPS)
-def test_a_store_keeps_a_cooldown_and_nothing_else(
-    opened: Driver, steps: list[tuple[bool, int]]
-) -> None:
+def test_cooldowns_equal_a_plain_model(opened: Driver, steps: list[tuple[bool, int]]) -> None:
     store = opened.fresh()
 
     answers = [store.count([hit], now)[0] for hit, now in cooldown_hits(steps)]
@@ -97,13 +95,13 @@ def test_a_store_keeps_a_cooldown_and_nothing_else(
 
 
 @pytest.mark.parametrize("case", COUNTS)
-def test_counts_are_as_the_cases_say(store: Driver, case: str) -> None:
+def test_window_cases_hold_in_every_store(store: Driver, case: str) -> None:
     hit, times, expected = COUNTS[case]
 
     assert [store.count([hit], now)[0] for now in times] == [Count(*answer) for answer in expected]
 
 
-def test_a_long_log_loses_what_is_too_old(store: Driver) -> None:
+def test_long_log_drops_old_times(store: Driver) -> None:
     """A part of it at once, and all of it after a while; also on a clock that was set back."""
     hit = make_hit("sliding_log", threshold=1_000, count_to=1_000)
     times = [*range(10_000, 13_000, 3), 21_500, 21_501, 18_000, 40_000]
@@ -124,7 +122,7 @@ def test_hits_of_one_request_are_counted_in_one_go(store: Driver) -> None:
 
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
-def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> None:
+def test_windows_use_the_clock_of_the_store(store: Driver, window_type: str) -> None:
     hit = make_hit(window_type, window_ms=60_000)
 
     answers = [store.run(store.ask([hit], None))[0] for _ in range(5)]
