@@ -15,10 +15,9 @@ import ssl
 import subprocess
 import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -35,7 +34,7 @@ from extproc.store.rules.ring import Push
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import Settlement, Standing, Step
 from extproc.store.rules.windows import Count, Hit
-from tests.support.harness import PATIENCE
+from tests.support.harness import PATIENCE, eventually
 from tests.support.records import replace
 
 T = TypeVar("T")
@@ -74,16 +73,12 @@ def free_port() -> int:
 
 
 def wait_until(probe: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            if probe():
-                return
-        except redis.RedisError:
-            pass
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what} did not happen within {PATIENCE} s")
-        time.sleep(0.02)
+    def look() -> Any:  # noqa: ANN401  # of the probe
+        with contextlib.suppress(redis.RedisError):
+            return probe()
+        return None
+
+    eventually(look, what)
 
 
 class Server:
@@ -96,23 +91,10 @@ class Server:
         file = self.folder / "server.conf"
         file.write_text(config)
         self.socket = str(self.folder / "redis.sock")
-        self._command = [
-            binary,
-            str(file),
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(self.folder),
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--unixsocket",
-            self.socket,
-            *arguments,
-        ]
+        # A Sentinel knows neither persistence nor its options.
+        options = ["--save", "", "--appendonly", "no", "--unixsocket", self.socket]
+        self._command = [binary, str(file), *f"--port {self.port} --bind 127.0.0.1 --dir".split()]
+        self._command += [str(self.folder), *([] if config else options), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -165,143 +147,83 @@ class Server:
 
 
 @contextmanager
-def server(*arguments: str, binary: str = SERVER) -> Iterator[Server]:
-    made = Server(*arguments, binary=binary)
+def server(*arguments: str, binary: str = SERVER, config: str = "") -> Iterator[Server]:
+    made = Server(*arguments, binary=binary, config=config)
     try:
         yield made
     finally:
         made.stop()
 
 
-@contextmanager
-def replicated(*arguments: str) -> Iterator[tuple[Server, Server]]:
-    with server("--repl-diskless-sync-delay", "0", *arguments) as primary:
-        replica = Server(
-            "--replicaof",
-            "127.0.0.1",
-            str(primary.port),
-            "--repl-diskless-sync-delay",
-            "0",
-            *arguments,
-        )
-        try:
-            wait_until(
-                lambda: replica.client().info("replication")["master_link_status"] == "up",
-                "the replica's sync",
-            )
-            yield primary, replica
-        finally:
-            replica.stop()
+_PROMPT = ("--repl-diskless-sync-delay", "0")
 
 
-@contextmanager
-def sentinels(service: str = "counts") -> Iterator[tuple[list[Server], Server, Server]]:
-    with replicated() as (primary, replica):
-        config = (
-            f"sentinel monitor {service} 127.0.0.1 {primary.port} 2\n"
-            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} "
-            "2000\n"
-        )
-        watchers: list[Server] = []
-        try:
-            for _ in range(3):
-                # Those made so far must be stopped when one fails
-                watchers.append(_Sentinel(config))  # noqa: PERF401
-            wait_until(lambda: _sees_all(watchers, service), "the Sentinels' acquaintance")
-            yield watchers, primary, replica
-        finally:
-            for watcher in watchers:
-                watcher.stop()
-
-
-class _Sentinel(Server):
-    def __init__(self, config: str) -> None:
-        super().__init__("--sentinel", config=config)
-
-    def start(self) -> None:
-        # A Sentinel knows neither persistence nor its options.
-        unknown = ("--save", "", "--appendonly", "no", "--unixsocket", self.socket)
-        self._command = [part for part in self._command if part not in unknown]
-        super().start()
-
-
-def _sees_all(watchers: Sequence[Server], service: str) -> bool:
-    states = [
-        watcher.client(decode_responses=True).sentinel_master(service) for watcher in watchers
-    ]
-    return all(
-        state["num-other-sentinels"] == len(watchers) - 1 and state["num-slaves"] == 1
-        for state in states
+def _wait_for_sync(replica: Server) -> None:
+    wait_until(
+        lambda: replica.client().info("replication")["master_link_status"] == "up",
+        "the replica's sync",
     )
 
 
 @contextmanager
+def sentinels() -> Iterator[tuple[list[Server], Server, Server]]:
+    """Three Sentinels that watch the service `counts`, its primary and its replica."""
+    with ExitStack() as stack:
+        primary = stack.enter_context(server(*_PROMPT))
+        place = "127.0.0.1", str(primary.port)
+        replica = stack.enter_context(server("--replicaof", *place, *_PROMPT))
+        _wait_for_sync(replica)
+        config = f"""sentinel monitor counts {" ".join(place)} 2
+            sentinel down-after-milliseconds counts 500
+            sentinel failover-timeout counts 2000
+            """
+        watchers = [stack.enter_context(server("--sentinel", config=config)) for _ in range(3)]
+        wait_until(lambda: all(map(_sees_all, watchers)), "the Sentinels' acquaintance")
+        yield watchers, primary, replica
+
+
+def _sees_all(watcher: Server) -> bool:
+    state = watcher.client(decode_responses=True).sentinel_master("counts")
+    return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
+
+
+@contextmanager
 def cluster(
-    primaries: int = 3, *, replicas: bool = True, full: bool = True, fails_over: bool = True
+    *, replicas: bool = True, full: bool = True, fails_over: bool = True
 ) -> Iterator[list[Server]]:
-    """A cluster of this many primaries, by default with a replica each; primaries come first.
+    """A cluster of three primaries, by default with a replica each; primaries come first.
 
     Unless `full`, nodes serve their keys while others are down. A primary that is silent for a
-    second is replaced, on a busy
-    machine also by accident, and writes are lost: tests of exact counts must set `fails_over` to
-        False.
+    second is replaced, on a busy machine also by accident, and writes are lost: tests of exact
+    counts must set `fails_over` to False.
     """
-    options = [*(() if full else ("--cluster-require-full-coverage", "no"))]
-    options += [
-        "--cluster-enabled",
-        "yes",
-        "--cluster-node-timeout",
-        "1000",
-        "--repl-diskless-sync-delay",
-        "0",
-    ]
-    nodes: list[Server] = []
-    try:
-        for _ in range(primaries * (1 + replicas)):
-            # Those made so far must be stopped when one fails
-            nodes.append(Server(*options))  # noqa: PERF401
-        share = 16_384 // primaries
-        for number, node in enumerate(nodes[:primaries]):
-            last = 16_383 if number == primaries - 1 else (number + 1) * share - 1
-            node.client().execute_command("CLUSTER", "ADDSLOTS", *range(number * share, last + 1))
+    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *_PROMPT]
+    options += [] if full else ["--cluster-require-full-coverage", "no"]
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(server(*options)) for _ in range(3 * (1 + replicas))]
+        for number, node in enumerate(nodes[:3]):
+            slots = range(number * 5_461, 16_384 if number == 2 else (number + 1) * 5_461)
+            node.client().execute_command("CLUSTER", "ADDSLOTS", *slots)
             node.client().execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in nodes[1:]:
             nodes[0].client().execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
-        wait_until(
-            lambda: all(_known(node) == len(nodes) for node in nodes), "the cluster's acquaintance"
-        )
-        for number, node in enumerate(nodes[primaries:]):
-            node.client().execute_command(
-                "CLUSTER", "REPLICATE", nodes[number].client().execute_command("CLUSTER", "MYID")
-            )
-        for node in nodes[primaries:]:
-            wait_until(
-                lambda node=node: node.client().info("replication")["master_link_status"] == "up",  # type: ignore[misc]
-                "a replica's sync",
-            )
-        wait_until(lambda: all(_cluster_ok(node) for node in nodes), "a healthy cluster")
+        _wait_for_all(nodes, "cluster_known_nodes", str(len(nodes)))
+        for primary, node in zip(nodes, nodes[3:], strict=False):
+            name = primary.client().execute_command("CLUSTER", "MYID")
+            node.client().execute_command("CLUSTER", "REPLICATE", name)
+        for node in nodes[3:]:
+            _wait_for_sync(node)
+        _wait_for_all(nodes, "cluster_state", "ok")
         for node in nodes if not fails_over else ():
             node.client().config_set("cluster-node-timeout", round(PATIENCE * 1000))
         yield nodes
-    finally:
-        for node in nodes:
-            node.stop()
 
 
-def _known(node: Server) -> int:
-    return int(_cluster_info(node)["cluster_known_nodes"])
-
-
-def _cluster_ok(node: Server) -> bool:
-    return _cluster_info(node)["cluster_state"] == "ok"
-
-
-def _cluster_info(node: Server) -> dict[str, str]:
-    answer = node.client().execute_command("CLUSTER", "INFO")
-    if isinstance(answer, dict):
-        return {str(key): str(value) for key, value in answer.items()}
-    text = answer.decode() if isinstance(answer, bytes) else str(answer)
-    return dict(line.split(":", 1) for line in text.split() if ":" in line)
+def _wait_for_all(nodes: Sequence[Server], field: str, value: str) -> None:
+    wait_until(
+        lambda: all(node.client().cluster("INFO")[field] == value for node in nodes),
+        f"{field} {value}",
+    )
 
 
 @contextmanager
@@ -311,12 +233,8 @@ def listening(
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with contextlib.suppress(OSError):  # clients of tests hang up as they please
-                self.request = (
-                    tls.wrap_socket(self.request, server_side=True)
-                    if tls is not None
-                    else self.request
-                )
-                serve(self.request)
+                peer: socket.socket = self.request
+                serve(tls.wrap_socket(peer, server_side=True) if tls is not None else peer)
 
     class Listener(socketserver.ThreadingTCPServer):
         daemon_threads = True
@@ -329,8 +247,7 @@ def listening(
         listener.shutdown()
 
 
-@contextmanager
-def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
+def impostor(answer: bytes, greeting: bytes = b"") -> AbstractContextManager[str]:
     """A server that gives one answer to everything, and may speak first."""
 
     def serve(client: socket.socket) -> None:
@@ -338,8 +255,7 @@ def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
         while client.recv(65_536):
             client.sendall(answer)
 
-    with listening(serve) as address:
-        yield address
+    return listening(serve)
 
 
 def altered(behind: Server, alter: Callable[[bytes, bytes], bytes]) -> AbstractContextManager[str]:
@@ -354,14 +270,13 @@ def altered(behind: Server, alter: Callable[[bytes, bytes], bytes]) -> AbstractC
     return listening(serve)
 
 
-@contextmanager
 def relay(
     behind: Server,
     *,
     pieces: int = 65_536,
     tls: ssl.SSLContext | None = None,
     passes: threading.Event | None = None,
-) -> Iterator[str]:
+) -> AbstractContextManager[str]:
     """A proxy that passes answers on in pieces of this size, or over TLS (pip's Valkey has none).
 
     While `passes` is not set, it forwards nothing, like a network that is cut.
@@ -386,8 +301,7 @@ def relay(
                 for at in range(0, len(data), pieces):
                     client.sendall(data[at : at + pieces])
 
-    with listening(serve, tls) as address:
-        yield address
+    return listening(serve, tls)
 
 
 class Driver:
@@ -452,17 +366,15 @@ class Driver:
         return list(self.settled(lambda store: store.hit(placed, now)))
 
     def place(self, asked: Step | Settlement) -> Step | Settlement:
-        keys = ("key", "caller") if isinstance(asked, Step) else ("key",)
-        tree = asked.tree if isinstance(asked, Step) else None
-        search = asked.search if isinstance(asked, Step) else None
-        more: dict[str, Any] = {}
-        if tree is not None:
-            more["tree"] = replace(tree, key=self.name(tree.key))
-        if search is not None:
-            more["search"] = search._replace(
-                key=self.name(search.key), parent_key=self.name(search.parent_key)
-            )
-        return replace(asked, **more, **{key: self.name(getattr(asked, key)) for key in keys})
+        changes: dict[str, Any] = self._rename(asked, "key", "caller")
+        for part in ("tree", "search"):
+            one = getattr(asked, part, None)
+            if one is not None:
+                changes[part] = replace(one, **self._rename(one, "key", "parent_key"))
+        return replace(asked, **changes)
+
+    def _rename(self, record: object, *names: str) -> dict[str, str]:
+        return {name: self.name(getattr(record, name)) for name in names if hasattr(record, name)}
 
     def find_root(
         self, agent: str, parent: str, ttl_ms: int = 60_000, now: int | None = None
@@ -515,8 +427,5 @@ class Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._runner.run(self.store.close())
         self._runner.close()

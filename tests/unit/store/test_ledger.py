@@ -16,10 +16,6 @@ from extproc.store.rules.session import (
     MAX_RECORDS,
     Ledger,
     Limits,
-    Settlement,
-    Standing,
-    Step,
-    enter,
 )
 from tests.support.examples import examples
 from tests.support.ledger import (
@@ -32,41 +28,15 @@ from tests.support.ledger import (
     make_step,
     play,
 )
-
-
-class Ledgers:
-    """All sessions by the functions that the stores share."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, bytes] = {}
-
-    def ask(self, asked: Step | Settlement, now: int) -> Standing:
-        ledger = self._take(asked.key, asked.limits, now)
-        if isinstance(asked, Settlement):
-            standing = ledger.settle(asked, now) if ledger is not None else Standing(retry=True)
-        else:
-            if ledger is None:
-                self._kept[asked.caller], halvings = enter(
-                    self._kept.get(asked.caller), asked.limits, now
-                )
-                ledger = Ledger(None, now, asked.earlier, halvings)
-            standing = ledger.take_step(asked, now)
-        if ledger is not None:
-            self._kept[asked.key] = ledger.pack()
-        return standing
-
-    def _take(self, key: str, limits: Limits, now: int) -> Ledger | None:
-        state = self._kept.pop(key, None)
-        ledger = Ledger(state, now) if state is not None else None
-        return None if ledger is not None and ledger.is_over(limits, now) else ledger
+from tests.support.session_calls import in_memory
 
 
 @settings(max_examples=examples(300))
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)
-def test_a_session_is_judged_by_the_rules(
+def test_sessions_equal_a_plain_model_on_any_clock(
     moves: list[tuple[int, str, int, int]], limits: Limits
 ) -> None:
-    assert play(moves, limits, Ledgers().ask) == play(moves, limits, Book().ask)
+    assert play(moves, limits, in_memory()) == play(moves, limits, Book().ask)
 
 
 @settings(max_examples=examples(150))

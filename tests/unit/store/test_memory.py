@@ -31,20 +31,6 @@ class Memory:
         return {key: self.hit([replace(hit, key=key)], now)[0].count for key, hit in keys.items()}
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    store = Memory(3)
-    hit = make_hit()
-    store.count(0, a=hit)
-    store.count(1, b=hit, c=hit)
-    store.count(2, a=hit)
-
-    store.count(3, d=hit)
-
-    assert len(store) == 3
-    assert store.evictions == 1
-    assert store.count(4, a=hit, c=hit, d=hit) == {"a": 3, "c": 2, "d": 2}
-
-
 def test_expired_entries_are_dropped_first() -> None:
     store = Memory(2)
     long, short = make_hit(window_ms=60_000), make_hit(window_ms=1_000)

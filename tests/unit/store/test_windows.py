@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.store.rules.windows import Count, Hit, log, tally
-from tests.support.windows import WINDOW_TYPES, make_hit
+from tests.support.windows import WINDOW_TYPES
 
 
 def run(hit: Hit, times: list[int]) -> list[Count]:
@@ -19,19 +18,6 @@ def run(hit: Hit, times: list[int]) -> list[Count]:
         state, answer = (log if hit.window_type == "sliding_log" else tally)(state, hit, now)
         answers.append(answer)
     return answers
-
-
-def test_a_log_remembers_a_bounded_number() -> None:
-    hit = make_hit("sliding_log", count_to=4)
-    state: bytearray | None = None
-
-    for now in range(50):
-        state, answer = log(state, hit, now)
-
-    assert state is not None
-    # The last number is the cooldown's end.
-    assert array("q", bytes(state)).tolist()[:-1] == [46, 47, 48, 49]
-    assert answer == Count(4, looping=True, cooldown_ms=0, span_ms=4)
 
 
 @given(

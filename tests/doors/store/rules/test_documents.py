@@ -8,91 +8,77 @@ import pytest
 
 from extproc.errors import StoreError
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import (
-    BOARDS,
-    KINDS,
-    MAX_DOCUMENT,
-    MAX_ORDER,
-    MAX_REPLICAS,
-    ORDERS,
-)
+from extproc.store.rules.documents import BOARDS, KINDS, MAX_REPLICAS, ORDERS
 from tests.support.servers import Driver
 
 
-class Published(NamedTuple):
-    """One step on a board, on a made-up clock in milliseconds."""
+class Written(NamedTuple):
+    """One document at a time in milliseconds; without a document, a removal."""
 
     now: int
-    replica: str
-    document: bytes
-    seconds: float
+    name: str
+    document: bytes | None = b"x"
+    seconds: float = 60
 
 
-ON_BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
+A, B = Written(1_000, "a"), Written(2_000, "b")
+CASES: dict[str, tuple[list[Written], int, dict[str, bytes]]] = {
     "none": ([], 1_000, {}),
-    "one": ([Published(1_000, "a", b"\x00\xff\r\n", 60)], 1_000, {"a": b"\x00\xff\r\n"}),
-    "two": (
-        [Published(1_000, "a", b"x", 60), Published(1_001, "b", b"", 60)],
-        1_002,
-        {"a": b"x", "b": b""},
-    ),
-    "the last word counts": (
-        [Published(1_000, "a", b"x", 60), Published(1_001, "a", b"y", 60)],
-        1_002,
-        {"a": b"y"},
-    ),
-    "to the last millisecond": ([Published(1_000, "a", b"x", 60)], 60_999, {"a": b"x"}),
-    "forgotten": (
-        [Published(1_000, "a", b"x", 60), Published(2_000, "b", b"y", 60)],
-        61_000,
-        {"b": b"y"},
-    ),
-    "kept by the next word": (
-        [Published(1_000, "a", b"x", 60), Published(2_000, "a", b"y", 60)],
-        61_000,
-        {"a": b"y"},
-    ),
-    "a longer word first": (
-        [Published(1_000, "a", b"x", 90), Published(2_000, "b", b"y", 60)],
-        62_000,
-        {"a": b"x"},
-    ),
-    "the one that expires first makes room": (
-        [
-            Published(1_000, str(number), b"x", 60 + number)
-            for number in range(MAX_REPLICAS, -1, -1)
-        ],
-        1_000,
-        {str(number): b"x" for number in range(MAX_REPLICAS + 1) if number != 1},
-    ),
-    "as long as may be": (
-        [Published(1_000, "\u00e9" * 127, b"x" * MAX_DOCUMENT, 60)],
-        1_000,
-        {"\u00e9" * 127: b"x" * MAX_DOCUMENT},
-    ),
+    "one": ([A._replace(document=b"\x00\xff\r\n")], 1_000, {"a": b"\x00\xff\r\n"}),
+    "two": ([A, B._replace(document=b"")], 2_000, {"a": b"x", "b": b""}),
+    "replaced": ([A, A._replace(document=b"y")], 1_000, {"a": b"y"}),
+    "removed": ([A, B, Written(2_001, "a", None)], 2_002, {"b": b"x"}),
+    "removed and written again": ([A, Written(1_001, "a", None), A], 1_001, {"a": b"x"}),
+    "until the last millisecond": ([A], 60_999, {"a": b"x"}),
+    "expired": ([A, B], 61_000, {"b": b"x"}),
+    "prolonged": ([A, Written(2_000, "a", b"y")], 61_000, {"a": b"y"}),
+    "shortened": ([A, Written(2_000, "a", b"y", 1)], 3_000, {}),
+    "the older one expires later": ([A._replace(seconds=90), B], 62_000, {"a": b"x"}),
+    "the longest name": ([Written(1_000, "\u00e9" * 127)], 1_000, {"\u00e9" * 127: b"x"}),
 }
-"""What is published, and what is on the board then."""
+"""What is written, and what is read then."""
 
 
-@pytest.mark.parametrize("case", ON_BOARDS)
-def test_board_cases_hold_in_every_store(store: Driver, case: str) -> None:
-    steps, now, expected = ON_BOARDS[case]
-    for moment, replica, document, seconds in steps:
-        store.run(
-            store.store.documents.put(
-                BOARDS, store.name("board"), replica, document, seconds, moment
-            )
-        )
-
-    assert store.read(BOARDS, store.name("board"), now) == expected
-    assert store.read(BOARDS, store.name("another"), now) == {}
+def write(store: Driver, kind: str, written: Written) -> None:
+    name, documents = store.name("subject"), store.store.documents
+    if written.document is None:
+        assert store.run(documents.drop(kind, name, written.name, written.now))
+    else:
+        store.put(kind, name, written.name, written.document, written.seconds, written.now)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_use_the_clock_of_the_store(store: Driver, kind: str) -> None:
-    store.run(store.store.documents.put(kind, store.name("subject"), "a", b"x", 3_600))
+@pytest.mark.parametrize("case", CASES)
+def test_document_cases_hold_in_every_store(store: Driver, kind: str, case: str) -> None:
+    steps, now, expected = CASES[case]
+    for written in steps:
+        write(store, kind, written)
 
-    assert store.read(kind, store.name("subject")) == {"a": b"x"}
+    name, documents = store.name("subject"), store.store.documents
+    found = store.run(documents.read(kind, name, "never", now))
+
+    assert found is not None
+    assert found.documents == expected
+    assert store.run(documents.read(kind, name, found.version, now)) is None
+    assert store.run(documents.read(kind, store.name("another"), "", now)) is None
+
+
+def test_full_board_drops_what_expires_first(store: Driver) -> None:
+    for number in range(MAX_REPLICAS, -1, -1):
+        write(store, BOARDS, Written(1_000, str(number), seconds=60 + number))
+
+    found = store.read(BOARDS, store.name("subject"), 1_000)
+
+    assert found.keys() == {str(number) for number in range(MAX_REPLICAS + 1) if number != 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_longest_document_fits_by_the_clock_of_the_store(store: Driver, kind: str) -> None:
+    longest = b"x" * KINDS[kind].max_bytes
+
+    store.put(kind, store.name("subject"), "a", longest, 3_600)
+
+    assert store.read(kind, store.name("subject")) == {"a": longest}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,81 +87,21 @@ def test_document_or_name_that_is_too_long_is_rejected(
     store: Driver, kind: str, name: str, more: int
 ) -> None:
     with pytest.raises(StoreError) as error:
-        store.run(
-            store.store.documents.put(
-                kind, store.name("subject"), name, bytes(KINDS[kind].max_bytes + more), 60
-            )
-        )
+        store.put(kind, store.name("subject"), name, bytes(KINDS[kind].max_bytes + more), 60)
 
     assert error.value.kind == "too_large"
     assert store.read(kind, store.name("subject")) == {}
 
 
-class Ordered(NamedTuple):
-    """One step in a book of orders, at a time in milliseconds; without a document, a revocation."""
-
-    now: int
-    name: str
-    document: bytes | None = b"x"
-    seconds: float = 60
-
-
-BOOKS: dict[str, tuple[list[Ordered], int, dict[str, bytes]]] = {
-    "nothing": ([], 1_000, {}),
-    "one": ([Ordered(1_000, "a", b"\x00\xff\r\n")], 1_000, {"a": b"\x00\xff\r\n"}),
-    "two": ([Ordered(1_000, "a"), Ordered(1_001, "b", b"")], 1_002, {"a": b"x", "b": b""}),
-    "the last word counts": ([Ordered(1_000, "a"), Ordered(1_001, "a", b"y")], 1_002, {"a": b"y"}),
-    "taken back": (
-        [Ordered(1_000, "a"), Ordered(1_000, "b"), Ordered(1_001, "a", None)],
-        1_002,
-        {"b": b"x"},
-    ),
-    "taken back and given again": (
-        [Ordered(1_000, "a"), Ordered(1_001, "a", None), Ordered(1_002, "a")],
-        1_003,
-        {"a": b"x"},
-    ),
-    "to the last millisecond": ([Ordered(1_000, "a")], 60_999, {"a": b"x"}),
-    "ended": ([Ordered(1_000, "a"), Ordered(2_000, "b")], 61_000, {"b": b"x"}),
-    "shortened": ([Ordered(1_000, "a"), Ordered(2_000, "a", b"y", 1)], 3_000, {}),
-    "as long as may be": ([Ordered(1_000, "a", b"x" * MAX_ORDER)], 1_000, {"a": b"x" * MAX_ORDER}),
-}
-"""What is ordered, and what stands then."""
-
-
-@pytest.mark.parametrize("case", BOOKS)
-def test_order_cases_hold_in_every_store(store: Driver, case: str) -> None:
-    steps, now, expected = BOOKS[case]
-    for moment, name, document, seconds in steps:
-        if document is None:
-            assert store.run(store.store.documents.drop(ORDERS, store.name("book"), name, moment))
-        else:
-            store.run(
-                store.store.documents.put(
-                    ORDERS, store.name("book"), name, document, seconds, moment
-                )
-            )
-
-    found = store.run(store.store.documents.read(ORDERS, store.name("book"), "never", now))
-
-    assert found is not None
-    assert found.documents == expected
-    assert (
-        store.run(store.store.documents.read(ORDERS, store.name("book"), found.version, now))
-        is None
-    )
-    assert store.run(store.store.documents.read(ORDERS, store.name("another"), "", now)) is None
-
-
 def test_missing_or_expired_order_cannot_be_revoked(store: Driver) -> None:
-    store.run(store.store.documents.put(ORDERS, store.name("book"), "a", b"x", 60, 1_000))
+    write(store, ORDERS, A)
 
-    assert not store.run(store.store.documents.drop(ORDERS, store.name("book"), "b", 1_000))
-    assert not store.run(store.store.documents.drop(ORDERS, store.name("book"), "a", 61_000))
+    for name, now in (("b", 1_000), ("a", 61_000)):
+        assert not store.run(store.store.documents.drop(ORDERS, store.name("subject"), name, now))
 
 
 def test_replicas_share_the_first_secret(store: Driver) -> None:
-    """The first one; in memory, where there is no other replica, each process has its own."""
+    """In memory, where there is no other replica, each process has its own."""
     name, first, second = store.name("secret"), b"\x00\xff\r\n" * 8, b"x" * 32
 
     found = [store.run(store.store.share_secret(name, secret)) for secret in (first, second)]
@@ -186,21 +112,16 @@ def test_replicas_share_the_first_secret(store: Driver) -> None:
 def test_number_of_orders_is_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new order is rejected; an existing one may be changed, and an expired one makes room."""
     monkeypatch.setitem(KINDS, ORDERS, KINDS[ORDERS]._replace(max_documents=3))
-    book = store.name("book")
     for number in range(3):
-        store.run(store.store.documents.put(ORDERS, book, str(number), b"x", 60 + number, 1_000))
+        write(store, ORDERS, Written(1_000, str(number), seconds=60 + number))
 
     with pytest.raises(StoreError) as error:
-        store.run(store.store.documents.put(ORDERS, book, "more", b"x", 60, 60_999))
-    store.run(store.store.documents.put(ORDERS, book, "2", b"y", 600, 60_999))
-    store.run(store.store.documents.put(ORDERS, book, "more", b"x", 60, 61_000))
+        write(store, ORDERS, Written(60_999, "more"))
+    write(store, ORDERS, Written(60_999, "2", b"y", 600))
+    write(store, ORDERS, Written(61_000, "more"))
 
     assert error.value.kind == "full"
-    assert sorted(store.read(ORDERS, book, 61_000).items()) == [
-        ("1", b"x"),
-        ("2", b"y"),
-        ("more", b"x"),
-    ]
+    assert store.read(ORDERS, store.name("subject"), 61_000) == {"1": b"x", "2": b"y", "more": b"x"}
 
 
 def test_thousands_of_orders_are_read(store: Driver) -> None:

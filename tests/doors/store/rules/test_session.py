@@ -43,7 +43,6 @@ from tests.support.records import replace
 from tests.support.servers import Driver
 from tests.support.session_calls import MOVES as AGENT_MOVES
 from tests.support.session_calls import Client, Move, follow, in_memory
-from tests.support.windows import make_hit
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -53,28 +52,6 @@ def test_session_cases_hold_in_every_store(store: Driver, case: str) -> None:
     ]
 
     assert told == [expected for _, _, expected in CASES[case]]
-
-
-def test_sessions_and_counters_are_asked_together(store: Driver) -> None:
-    sessions = [
-        in_session(str(number), 1, limit(steps=number % 2), caller=f"sessions:p::{number}:7f")
-        for number in range(6)
-    ]
-    settled = settle_step(sessions[5], cost=7)
-    store.account(sessions[4:], 1_000)
-
-    found = store.account([*sessions[:3], settled, sessions[3]], 1_001)
-    counted = store.count([make_hit()], 1_002)
-
-    assert [tell(standing) for standing in found] == [
-        "max_steps 0/0",
-        "ok",
-        "max_steps 0/0",
-        "ok",
-        "ok",
-    ]
-    assert [standing.cost for standing in found] == [0, 0, 0, 7, 0]
-    assert [count.count for count in counted] == [1]
 
 
 @given(moves=MOVES, limits=LIMITS_OF_ALL_KINDS)

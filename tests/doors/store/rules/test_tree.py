@@ -14,7 +14,7 @@ from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import Step
 from extproc.store.rules.tree import MAX_AGENTS, AgentLimits, weigh_tree
 from tests.support.examples import examples
-from tests.support.ledger import limit, make_step
+from tests.support.ledger import limit, make_step, settle_step
 from tests.support.servers import Driver
 from tests.support.trees import (
     AGENT_LIMITS_OF_ALL_KINDS,
@@ -212,16 +212,26 @@ def test_one_call_mixes_steps_and_settlements(store: Driver) -> None:
     steps = [search(store, agent, parent)[1] for agent, parent in [(2, 1), (3, 2), (4, 3)]]
     steps[1].tree = None
     plain = make_step(9, limit(), key="session:p::0000000000000001:7f")
+    other = make_step(9, limit(steps=0), key="session:p::other:7f")
+    settled = settle_step(plain, cost=7)
 
-    standings = store.account([steps[0], plain, *steps[1:]], 1_000)
+    standings = store.account([steps[0], plain, other, settled, *steps[1:]], 1_000)
 
-    assert [int.from_bytes(standing.root) for standing in standings] == [1, 0, 1, 1]
-    assert [standing.steps for standing in standings] == [1, 2, 3, 4]
-    assert [standing.tree.agents if standing.tree else None for standing in standings] == [
-        1,
-        None,
-        None,
-        2,
+    assert [
+        (
+            int.from_bytes(standing.root),
+            standing.steps,
+            standing.cost,
+            standing.tree.agents if standing.tree else None,
+        )
+        for standing in standings
+    ] == [
+        (1, 1, 0, 1),
+        (0, 2, 0, None),
+        (0, 0, 0, None),
+        (0, 2, 7, None),
+        (1, 3, 7, None),
+        (1, 4, 7, 2),
     ]
 
 

@@ -112,15 +112,6 @@ def test_long_log_drops_old_times(store: Driver) -> None:
     assert [answer.count for answer in answers[-5:]] == [1_000, 500, 501, 502, 1]
 
 
-def test_hits_of_one_request_are_counted_in_one_go(store: Driver) -> None:
-    hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
-    store.count(hits[:1], 0)
-
-    answers = store.count(hits, 1)
-
-    assert [answer.count for answer in answers] == [2, 1, 1]
-
-
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 def test_windows_use_the_clock_of_the_store(store: Driver, window_type: str) -> None:
     hit = make_hit(window_type, window_ms=60_000)
