@@ -23,8 +23,7 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers, group = {}, {}
 
 local function read(one)
-  local value = redis.pcall('GET', one.key)
-  if type(value) == 'table' then redis.call('DEL', one.key) end -- not written by Loopguard
+  local value = redis.pcall('GET', one.key) -- an error for a key of another program
   local short = one.kind == BUCKET or one.kind == PERIOD
   if type(value) ~= 'string' or #value ~= (short and 17 or 33) or string.byte(value) ~= VERSION then return nil end
   local _, first, second, third, fourth = struct.unpack(short and SHORT or LONG, value)

@@ -132,22 +132,12 @@ class Take:
         least = self.amount + 1 if self.kind == BREAKER else max(1, self.amount)
         limit = min(self.limit, max(self.limit // replicas, least))
         rate = max(min(1, self.rate), self.rate // replicas)
-        return Take(self.key, self.kind, self.amount, limit, rate, self.span, self.offset)
+        return self._copy(self.amount, limit, rate, -1, "")
 
     def raise_limit(self, amount: int) -> Take:
         """This take with its limit raised by `amount`."""
         limit = min(max(self.limit, MAX_RAISED), self.limit + amount)
-        return Take(
-            self.key,
-            self.kind,
-            self.amount,
-            limit,
-            self.rate,
-            self.span,
-            self.offset,
-            self.start,
-            self.marker,
-        )
+        return self._copy(self.amount, limit, self.rate, self.start, self.marker)
 
     def settle(self, amount: int, start: int, call: str = "") -> Take:
         """The settlement that gives back `amount`.
@@ -155,17 +145,10 @@ class Take:
         `call` names the take; without it, there is no marker.
         """
         marker = f"settled1:{call}:{self.key[-2:]}" if call else ""
-        return Take(
-            self.key,
-            self.kind,
-            amount,
-            self.limit,
-            self.rate,
-            self.span,
-            self.offset,
-            start,
-            marker,
-        )
+        return self._copy(amount, self.limit, self.rate, start, marker)
+
+    def _copy(self, amount: int, limit: int, rate: int, start: int, marker: str) -> Take:
+        return Take(self.key, self.kind, amount, limit, rate, self.span, self.offset, start, marker)
 
 
 class Taken:

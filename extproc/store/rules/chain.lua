@@ -27,8 +27,7 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local function has(flags, flag) return math.floor(flags / flag) % 2 == 1 end
 
 local function get(key)
-  local value = redis.pcall('GET', key)
-  if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
+  local value = redis.pcall('GET', key) -- an error for a key of another program
   return type(value) == 'string' and value or ''
 end
 

@@ -23,8 +23,7 @@ for i, key in ipairs(KEYS) do
   if now == -1 then now = server_now end
 
   local starts, from = {}, HEAD_SIZE + 1 -- starts of the records in the value
-  local value = redis.pcall('GET', key)
-  if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
+  local value = redis.pcall('GET', key) -- an error for a key of another program
   local version, last = nil, nil
   if type(value) == 'string' and #value >= HEAD_SIZE then version, last = struct.unpack(HEAD, value) end
   if version == VERSION and math.abs(now - last) < ttl then

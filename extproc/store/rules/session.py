@@ -393,34 +393,14 @@ class Standing:
 
     def __repr__(self) -> str:
         """All fields with their names, because there are many."""
-        shown = zip(_SHOWN, self._list(), strict=True)
+        shown = zip(_FIELDS, self._list(), strict=True)
         return f"Standing({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
     def _list(self) -> tuple[object, ...]:
-        counted = (
-            self.steps,
-            self.tool_calls,
-            self.blocks,
-            self.consecutive_blocks,
-            self.consecutive_errors,
-        )
-        money = self.cost, self.estimated, self.reserved
-        rest = (
-            self.killed,
-            self.age_ms,
-            self.crowded,
-            self.retry,
-            self.tools,
-            self.tree,
-            self.tokens,
-            self.model_ms,
-            self.failures,
-            self.root,
-        )
-        return self.limit, self.used, self.allowed, self.tool, *counted, *money, *rest
+        return tuple([getattr(self, name) for name in _FIELDS])
 
 
-_SHOWN: Final = (
+_FIELDS: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),

@@ -28,8 +28,7 @@ for i, key in ipairs(KEYS) do
   if now == -1 then now = server_now end
 
   local count, first, last, cooling = 0, now, now, 0
-  local value = redis.pcall('GET', key)
-  if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
+  local value = redis.pcall('GET', key) -- an error for a key of another program
   if type(value) == 'string' and #value == SIZE and string.byte(value) == VERSION then
     local _
     _, count, first, last, cooling = struct.unpack(FORMAT, value)

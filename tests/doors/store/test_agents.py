@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -12,17 +12,14 @@ import pytest
 
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
-from extproc.operator.overrides import OverrideService
 from extproc.settings import Settings
 from extproc.store import open_store
-from extproc.store.rules.tree import AgentLimits
 from tests.support.conversations import judge
 from tests.support.extent import deepen
 from tests.support.harness import PATIENCE
-from tests.support.servers import Driver, Server, server
+from tests.support.servers import Server, server
 from tests.support.service import make_service, sample
 from tests.support.session_limits import limited, turns
-from tests.support.trees import ask_in_tree, tell_tree
 
 AGENTS = 1_000
 
@@ -153,40 +150,6 @@ def test_chain_of_agents_has_one_root(valkey: Server) -> None:
     assert sorted(steps) == [2 * last + 1, 2 * last + 2]
 
 
-ODD: dict[str, Callable[[Any, str], object]] = {
-    "a list": lambda client, key: client.rpush(key, b"x"),
-    "a short text": lambda client, key: client.set(key, b"\x01root"),
-    "another version": lambda client, key: client.set(key, b"\x02" + bytes(8)),
-}
-
-
-@pytest.mark.parametrize("odd", ODD)
-def test_invalid_root_counts_as_missing(valkey: Server, odd: str) -> None:
-    """Values of other programs or versions under an agent's key, or its parent's, are ignored."""
-    agent, parent = "a" * 16, "b" * 16
-    for place in (agent, parent):
-        with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
-            key = f"loopguard:{store.name(f'root:{place}:7f')}"
-            ODD[odd](client, key)
-
-            assert store.find_root(agent, parent).hex() == parent
-            assert client.type(key) != b"list"
-
-
-@pytest.mark.parametrize("change", ["a list", "another version", "half an agent"])
-def test_invalid_tree_counts_as_missing(valkey: Server, change: str) -> None:
-    with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
-        key = f"loopguard:{store.name('tree:p::s1:7f')}"
-        first = store.account([ask_in_tree(1, 1, AgentLimits())], 1)[0]
-        kept = client.get(key)
-        client.delete(key)
-        written = {"another version": b"\x07" + kept[1:], "half an agent": kept[:-13]}
-        client.set(key, written[change]) if change in written else client.rpush(key, b"x")
-        again = store.account([ask_in_tree(2, 1, AgentLimits())], 2)[0]
-
-    assert tell_tree(first).tree == tell_tree(again).tree == (1, 0, 1, True)
-
-
 def name_agent(client: str, root: int, agent: int, parent: int) -> dict[str, str]:
     top, own, above = (
         f"root{root}",
@@ -252,54 +215,3 @@ def test_two_replicas_answer_as_one_in_memory(valkey: Server, client: str, seed:
     assert there == here
     assert known == expected
     assert 0 < sum(here) < len(here)
-
-
-async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order
-    """Give an order about the session at the first replica; wait until the other has read it."""
-    orders = [
-        OverrideService(service.counting.store, service, service.metrics) for service in services
-    ]
-    poll = asyncio.ensure_future(orders[1].follow())
-    (run, *_) = services[0].reporter.sessions.copy()
-    await orders[0].give({"session": run.name.session, **order}, "")
-    async with asyncio.timeout(PATIENCE):
-        while services[1].overrides is None:  # noqa: ASYNC110  # that is what is tested
-            await asyncio.sleep(0.01)
-    poll.cancel()
-
-
-@pytest.mark.parametrize(
-    ("limit", "amount"),
-    [
-        ("max_agents", "agents"),
-        ("max_depth", "depth"),
-        ("max_concurrent_agents", "concurrent_agents"),
-        ("max_spawns_per_minute", "spawns_per_minute"),
-    ],
-)
-def test_granted_agents_begin_on_all_replicas(valkey: Server, limit: str, amount: str) -> None:
-    """As many as were granted, wherever they begin. The order is given at one replica."""
-
-    async def main() -> tuple[list[bool], list[bool]]:
-        async with replicas(valkey, **{limit: 2}) as services:
-
-            async def start(agents: range) -> list[bool]:
-                asked = [
-                    judge(
-                        services[agent % 2],
-                        turns(1, number=str(agent)),
-                        x_team="t",
-                        **opencode(agent),
-                    )
-                    for agent in agents
-                ]
-                return [await one for one in asked]
-
-            before = await start(range(4))
-            await order_at_one(services, kind="grant", **{amount: 2})
-            return before, await start(range(3, 6))
-
-    before, after = asyncio.run(main())
-
-    assert before == [False, False, False, True]
-    assert after == [False, False, True]

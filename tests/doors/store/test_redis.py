@@ -662,10 +662,14 @@ def test_all_other_keys_expire(driver: Driver, one: Server) -> None:
     assert all(55_000 < life <= 61_000 for life in lives[1:])
 
 
+_AGENT, _PARENT = "a" * 16, "b" * 16
+
+
 @pytest.mark.parametrize(
     "poison",
     [
         "set x y",
+        "set x \x01root",
         "set x ''",
         f"set x {'y' * 17}",
         f"set x {'y' * 70}",
@@ -679,36 +683,47 @@ def test_keys_of_other_programs_are_replaced(driver: Driver, one: Server, poison
     hits = [make_hit(kind, key=kind) for kind in WINDOW_TYPES]
     good_hits = [replace(hit, key=f"good-{hit.key}") for hit in hits]
     ring, good_ring = make_push("a", key="bad"), make_push("a", key="good")
-    sessions = [
-        make_step(1, NO_LIMITS, key=f"{name}:7f", caller=f"{name} caller:7f")
-        for name in ("bad", "worse")
-    ]
+    session = ask_in_tree(1, 1, AgentLimits(), key="bad:7f", caller="bad caller:7f")
     good_session = make_step(1, NO_LIMITS, key="good:7f", caller="others:7f")
     driver.count(good_hits, 1_000_000)
     driver.push([good_ring])
     driver.account([good_session])
-    placed = [cast("Step", driver.place(session)) for session in sessions]
+    placed = cast("Step", driver.place(session))
     command, _, *values = poison.split(" ")
-    for key in [
-        *[driver.key(hit) for hit in hits],
-        driver.key(ring),
-        placed[0].key,
-        placed[1].caller,
-    ]:
+    keys = [*map(driver.key, [*hits, ring]), placed.key, placed.caller]
+    names = ["tree:p::s1:7f", f"root:{_AGENT}:7f", f"root:{_PARENT}:7f"]
+    for key in [*keys, *map(driver.name, names)]:
         one.client().execute_command(command, f"loopguard:{key}", *values)
 
-    first = [answer.count for answer in driver.count([*good_hits, *hits], 1_000_001)]
-    second = [answer.count for answer in driver.count([*good_hits, *hits], 1_000_002)]
+    first, second = [
+        [answer.count for answer in driver.count([*good_hits, *hits], now)]
+        for now in (1_000_001, 1_000_002)
+    ]
     entries = driver.push([good_ring._replace(request=b"another."), ring])
-    standings = driver.account([*sessions, replace(good_session, identity=b"another.")])
-    standings += driver.account([replace(session, identity=b"another.") for session in sessions])
+    again = [replace(one, identity=b"another.") for one in (good_session, session)]
+    standings = driver.account([session, *again])
 
     assert first[:3] == [2, 2, 2]
     assert all(count <= 3 for count in first[3:])
     assert second == [count + 1 for count in first]
     assert entries == [[b"a", b"a"], [b"a"]]
-    assert [standing.steps for standing in standings] == [1, 1, 2, 2, 2]
+    assert [(standing.steps, standing.tree) for standing in standings] == [
+        (1, (1, 0, 1, True)),
+        (2, None),
+        (2, (1, 0, 1, False)),
+    ]
+    assert driver.find_root(_AGENT, _PARENT).hex() == _PARENT
     assert driver.store.health() == "ok"
+
+
+def test_truncated_tree_counts_as_missing(driver: Driver, one: Server) -> None:
+    key = f"loopguard:{driver.name('tree:p::s1:7f')}"
+    first = driver.account([ask_in_tree(1, 1, AgentLimits())], 1)[0]
+    one.client().set(key, one.client().get(key)[:-13])
+
+    again = driver.account([ask_in_tree(2, 1, AgentLimits())], 2)[0]
+
+    assert first.tree == again.tree == (1, 0, 1, True)
 
 
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "sadd x y"])
