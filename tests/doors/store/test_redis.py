@@ -690,7 +690,7 @@ def test_keys_of_other_programs_are_replaced(driver: Driver, one: Server, poison
     driver.account([good_session])
     placed = cast("Step", driver.place(session))
     command, _, *values = poison.split(" ")
-    keys = [*map(driver.key, [*hits, ring]), placed.key, placed.caller]
+    keys = [*map(driver.key, hits), driver.key(ring), placed.key, placed.caller]
     names = ["tree:p::s1:7f", f"root:{_AGENT}:7f", f"root:{_PARENT}:7f"]
     for key in [*keys, *map(driver.name, names)]:
         one.client().execute_command(command, f"loopguard:{key}", *values)
