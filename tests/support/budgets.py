@@ -55,14 +55,14 @@ class Asked(NamedTuple):
 
 # Requests, and for each take `granted`, `fits`, `left` and `wait_ms`; nothing for a settlement.
 CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] = {
-    "a bucket is full at first, fills while it is waited for, and says how long": [
+    "a bucket starts full, refills, and states the wait": [
         (Asked([make_bucket(7)], NOON), [(True, True, 3, 0)]),
         (Asked([make_bucket(7)], NOON + 1), [(False, False, 4, 3)]),
         (Asked([make_bucket(7)], NOON + 3), [(False, False, 6, 1)]),
         (Asked([make_bucket(7)], NOON + 4), [(True, True, 0, 0)]),
         (Asked([make_bucket(10)], NOON + 1_000), [(True, True, 0, 0)]),
     ],
-    "what is larger than a bucket never fits": [
+    "a cost above the capacity never fits": [
         (Asked([make_bucket(11)], NOON), [(False, False, 10, FOREVER)])
     ],
     "a period ends by the calendar": [
@@ -79,7 +79,7 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
             [(True, True, 3, 0)],
         ),
     ],
-    "all of a request is taken, or nothing": [
+    "all takes of a request are granted, or none": [
         (Asked([make_bucket(4), make_period(4)], NOON), [(True, True, 6, 0), (True, True, 6, 0)]),
         (
             Asked([make_bucket(4), make_period(7)], NOON),
@@ -97,7 +97,7 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_breaker(1)], NOON + 300_000), [(False, False, 0, 1)]),
         (Asked([make_breaker(1)], NOON + 300_001), [(True, True, 9, 0)]),
     ],
-    "a breaker weighs the minute before": [
+    "a breaker includes a share of the previous minute": [
         (Asked([make_breaker(6)], NOON), [(True, True, 4, 0)]),
         (Asked([make_breaker(3)], NOON + 90_000), [(True, True, 4, 0)]),
         (Asked([make_breaker(4)], NOON + 90_000), [(False, False, 0, 300_000)]),
@@ -106,7 +106,7 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_breaker(10, span=0)], NOON), [(False, False, 0, FOREVER)]),
         (Asked([make_breaker(1, span=0)], NOON + 86_400_000), [(False, False, 0, FOREVER)]),
     ],
-    "an open breaker takes nothing from others, and opens although another has no room": [
+    "a breaker that opens takes nothing from other budgets": [
         (Asked([make_bucket(10)], NOON), [(True, True, 0, 0)]),
         (
             Asked([make_bucket(1), make_breaker(10)], NOON),
@@ -118,7 +118,7 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         ),
         (Asked([make_bucket(5)], NOON + 5), [(True, True, 0, 0)]),
     ],
-    "what was taken too much comes back, and what was too little is missing, also below zero": [
+    "a settlement corrects a bucket, also below zero": [
         (Asked([make_bucket(8, rate=1)], NOON), [(True, True, 2, 0)]),
         (Asked([make_bucket().settle(5, NOON)], NOON), []),
         (Asked([make_bucket(7)], NOON), [(True, True, 0, 0)]),
@@ -137,13 +137,13 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_period().settle(5, NOON)], NOON + 300_000), []),
         (Asked([make_period(2)], NOON + 300_000), [(True, True, 0, 0)]),
     ],
-    "a settlement that comes first is not lost": [
+    "a settlement before its take counts": [
         (Asked([make_period().settle(-4, NOON)], NOON), []),
         (Asked([make_period(7)], NOON), [(False, False, 6, 300_000)]),
         (Asked([make_bucket().settle(-4, NOON)], NOON), []),
         (Asked([make_bucket(7)], NOON), [(False, False, 6, 1)]),
     ],
-    "a settlement that comes twice counts once": [
+    "a repeated settlement counts once": [
         (Asked([make_bucket(9), make_period(9, span=3_600_000)], NOON), [(True, True, 1, 0)] * 2),
         (Asked([make_bucket().settle(5, NOON, "a")], NOON), []),
         (Asked([make_bucket().settle(5, NOON, "a")], NOON), []),
@@ -155,14 +155,14 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_period(span=3_600_000).settle(1, NOON, "b")], NOON + MARKED_MS), []),
         (Asked([make_period(0, span=3_600_000)], NOON), [(True, True, 2, 0)]),
     ],
-    "a breaker learns what was spent": [
+    "a settlement corrects a breaker": [
         (Asked([make_breaker(1)], NOON), [(True, True, 9, 0)]),
         (Asked([make_breaker().settle(-7, NOON)], NOON), []),
         (Asked([make_breaker(1)], NOON + 60_000), [(True, True, 1, 0)]),
         (Asked([make_breaker().settle(-3, NOON)], NOON + 60_000), []),
         (Asked([make_breaker(1)], NOON + 60_000), [(False, False, 0, 300_000)]),
     ],
-    "a clock that is set back gives nothing twice": [
+    "a clock set back gives no budget twice": [
         (
             Asked([make_bucket(10), make_period(10), make_breaker(9)], NOON),
             [(True, True, 0, 0)] * 2 + [(True, True, 1, 0)],
@@ -173,7 +173,7 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_breaker(1)], NOON - 1), [(False, False, 0, 300_000)]),
         (Asked([make_breaker(1)], NOON - 100_000), [(False, False, 0, 300_000)]),
     ],
-    "a limit that is lowered holds at once": [
+    "a lowered limit applies at once": [
         (Asked([make_bucket(1, limit=100)], NOON), [(True, True, 99, 0)]),
         (Asked([make_bucket(1, limit=5)], NOON), [(True, True, 4, 0)]),
     ],

@@ -535,7 +535,7 @@ CASES: dict[str, Case] = {
         *((number, make_step(number % 2, _TWO_STEPS), "ok") for number in range(8)),
         *((number, make_step(number % 2, _TWO_STEPS), "max_steps 2/2") for number in (8, 9)),
     ],
-    "a retry that goes no further is not used up": [
+    "a withdrawn retry does not count": [
         (0, make_step(1, limit(steps=1)), "ok"),
         *(
             (number, asked, "ok")
@@ -556,14 +556,14 @@ CASES: dict[str, Case] = {
         *((number, make_step(1, limit(steps=1)), "ok") for number in range(17, 20)),
         (20, make_step(1, limit(steps=1)), "max_steps 1/1"),
     ],
-    "a step whose retries are used up, and that another guard refuses, was none": [
+    "a new step that another guard refuses does not count": [
         *((number, make_step(1, _TWO_STEPS), "ok") for number in range(4)),
         (4, make_step(1, _TWO_STEPS, call=b"the fift"), "ok"),
         (5, settle_step(_FIRST, REFUSED, call=b"the fift"), "ok"),
         *((number, make_step(1, _TWO_STEPS), "ok") for number in range(6, 10)),
         (10, make_step(1, _TWO_STEPS), "max_steps 2/2"),
     ],
-    "a title goes first, and is no step": [
+    "a title before the first step does not count": [
         (0, make_step(1, limit(steps=1), offer=OFFERS_NONE), "ok"),
         (1, make_step(2, limit(steps=1), offer=OFFERS_TOOLS), "ok"),
         (2, make_step(3, limit(steps=1), call("read"), offer=OFFERS_TOOLS), "max_steps 1/1"),
@@ -587,29 +587,29 @@ CASES: dict[str, Case] = {
         (1, make_step(2, _TWO_STEPS, offer=OFFERS_NONE), "ok"),
         (2, make_step(3, _TWO_STEPS, offer=OFFERS_NONE), "max_steps 2/2"),
     ],
-    "a title that goes no further takes nothing back from the step behind it": [
+    "a withdrawn title takes no step back": [
         (0, make_step(1, limit(steps=1), offer=OFFERS_NONE), "ok"),
         (1, make_step(2, limit(steps=1), offer=OFFERS_TOOLS), "ok"),
         (2, settle_step(make_step(1, limit(steps=1)), WITHDRAWN), "ok"),
         (3, make_step(3, limit(steps=1), offer=OFFERS_TOOLS), "max_steps 1/1"),
     ],
-    "side requests cost what they cost": [
+    "side requests cost money": [
         (0, make_step(1, _MONEY, offer=OFFERS_TOOLS), "ok"),
         (1, make_step(2, _MONEY, offer=OFFERS_NONE, reserve=100), "ok"),
         (2, make_step(3, _MONEY, offer=OFFERS_NONE), "max_cost_per_session 100/100"),
     ],
-    "what lies 17 requests back is no retry": [
+    "repeating the request 17 requests ago is a step": [
         *((number, make_step(number, limit(steps=17)), "ok") for number in range(17)),
         (17, make_step(1, limit(steps=17)), "ok"),
         (18, make_step(0, limit(steps=17)), "max_steps 17/17"),
     ],
-    "idle time ends a session, and refused requests do not keep it": [
+    "idle time ends a session despite refused requests": [
         (0, make_step(1, limit(steps=1)), "ok"),
         (30_000, make_step(2, limit(steps=1)), "max_steps 1/1"),
         (59_999, make_step(3, limit(steps=1)), "max_steps 1/1"),
         (60_000, make_step(4, limit(steps=1)), "ok"),
     ],
-    "what ends after its time does so however busy it is": [
+    "a session with a fixed end stops although it is active": [
         (0, make_step(1, limit(steps=2, ends=True)), "ok"),
         (59_999, make_step(2, limit(steps=2, ends=True)), "ok"),
         (59_999, make_step(3, limit(steps=2, ends=True)), "max_steps 2/2"),
@@ -618,7 +618,7 @@ CASES: dict[str, Case] = {
         (119_999, make_step(6, limit(steps=2, ends=True)), "max_steps 2/2"),
         (120_000, make_step(7, limit(steps=2, ends=True)), "ok"),
     ],
-    "what another guard refused was no step and does not keep it": [
+    "a step that another guard refused does not prolong a session": [
         (0, make_step(1, limit(steps=2)), "ok"),
         (30_000, make_step(2, limit(steps=2)), "ok"),
         (30_001, settle_step(make_step(2, limit(steps=2)), REFUSED), "ok"),
@@ -637,7 +637,7 @@ CASES: dict[str, Case] = {
             "max_tool_calls 3/3",
         ),
     ],
-    "narrow leaves the tools that have calls of their own left": [
+    "narrow keeps tools with calls of their own left": [
         (0, make_step(1, _NARROW, call("read", "list")), "ok"),
         (1, make_step(2, _NARROW, call("read", "list", "send")), "ok"),
         (2, make_step(3, _NARROW, call("read", "list", "send")), "ok"),
@@ -647,14 +647,14 @@ CASES: dict[str, Case] = {
             "max_tool_calls 4/2",
         ),  # all are used up
     ],
-    "narrow refuses other calls that are made all the same": [
+    "narrow refuses calls of removed tools": [
         (0, make_step(1, _NARROW, call("read", "read")), "ok"),
         (1, make_step(2, _NARROW, call("read", "read", "list")), "ok"),
         (2, make_step(3, _NARROW, call("read", "read", "list", "read")), "max_tool_calls 4/2"),
         (3, make_step(4, _NARROW, call("read", "read", "list", "read"), grants=(0, 3, 0)), "ok"),
         (4, make_step(5, _NARROW, call("read", "read", "list", "read"), grants=(0, 2, 0)), "ok"),
     ],
-    "narrow forgives calls that one answer made at once": [
+    "narrow accepts all calls of one answer": [
         (0, make_step(1, _NARROW), "ok"),
         (1, make_step(2, _NARROW, call("read", "read", "read", "read")), "ok"),
         (2, make_step(3, _NARROW, call("read", "read", "read", "read")), "ok"),
@@ -664,10 +664,10 @@ CASES: dict[str, Case] = {
             "max_tool_calls 5/2",
         ),
     ],
-    "narrow without limits of tools is block": [
+    "narrow without limits of tools refuses": [
         (0, make_step(1, limit(tool_calls=1, narrows=True), call("read")), "max_tool_calls 1/1")
     ],
-    "finish leaves one step, and its retries": [
+    "finish allows one step and its retries": [
         (0, make_step(1, _FINISH), "ok"),
         (1, make_step(2, _FINISH, call("read")), "ok"),
         (2, make_step(2, _FINISH, call("read")), "ok"),
@@ -676,7 +676,7 @@ CASES: dict[str, Case] = {
         (5, make_step(5, _FINISH, call("read", "list"), grants=(0, 1, 0)), "ok"),
         (6, make_step(6, _FINISH, call("read", "list"), grants=(0, 1, 0)), "max_tool_calls 2/2"),
     ],
-    "a last answer that went no further can be asked for again": [
+    "a withdrawn last answer can be repeated": [
         (0, make_step(1, _FINISH, call("read")), "ok"),
         (1, settle_step(make_step(1, _FINISH), REFUSED), "ok"),
         (2, make_step(2, _FINISH, call("read")), "ok"),
@@ -684,7 +684,7 @@ CASES: dict[str, Case] = {
         (4, make_step(3, _FINISH, call("read")), "ok"),
         (5, make_step(4, _FINISH, call("read")), "max_tool_calls 1/1"),
     ],
-    "a side request takes nobody's last answer": [
+    "a side request does not use the last answer": [
         (0, make_step(1, _FINISH, offer=OFFERS_TOOLS), "ok"),
         (1, make_step(2, _FINISH, call("read"), offer=OFFERS_NONE), "ok"),
         (2, make_step(3, _FINISH, call("read"), offer=OFFERS_TOOLS), "ok"),
@@ -695,12 +695,12 @@ CASES: dict[str, Case] = {
         (1, make_step(2, _TOOLS, call("read", "send", "read", "read")), "ok"),
         (2, make_step(3, _TOOLS, [make_record(9, "send", "z")]), "max_calls_per_tool 2/1 send"),
     ],
-    "a call is counted once, also when older turns are gone": [
+    "a call counts once, also in a shortened history": [
         (0, make_step(1, _TOOLS, call("send", "read")), "ok"),
         (1, make_step(2, _TOOLS, call("send", "read")[1:]), "ok"),
         (2, make_step(3, _TOOLS, call("send", "read", "list")), "ok"),
     ],
-    "money that is reserved is as good as spent": [
+    "reserved money counts as spent": [
         (0, make_step(1, _MONEY, reserve=100), "ok"),
         (1, make_step(2, _MONEY), "max_cost_per_session 100/100"),
         (2, settle_step(make_step(1, _MONEY), cost=99), "ok"),
@@ -708,7 +708,7 @@ CASES: dict[str, Case] = {
         (4, make_step(4, _MONEY), "max_cost_per_session 198/100"),
         (5, make_step(5, _MONEY, grants=(0, 0, 99)), "ok"),
     ],
-    "a session's answers tell what the next one reserves": [
+    "reservations follow the average cost": [
         (0, make_step(1, _MONEY, reserve=70), "ok"),
         (1, make_step(2, _MONEY, reserve=70), "ok"),
         (2, make_step(3, _MONEY), "max_cost_per_session 140/100"),
@@ -721,7 +721,7 @@ CASES: dict[str, Case] = {
         *((number, make_step(number, _MONEY, reserve=70), "ok") for number in range(5, 14)),
         (14, make_step(14, _MONEY), "max_cost_per_session 110/100"),
     ],
-    "requests that others have to be settled before do not kill": [
+    "refusals due to reservations kill no session": [
         (0, make_step(1, limit(cost=100, blocks=2), reserve=100), "ok"),
         *(
             (number, make_step(2, limit(cost=100, blocks=2)), "max_cost_per_session 100/100")
@@ -743,7 +743,7 @@ CASES: dict[str, Case] = {
         (4, settle_step(make_step(2, _MONEY), cost=50), "ok"),  # never asked for
         (5, make_step(3, _MONEY), "ok"),
     ],
-    "what is not settled in time is spent": [
+    "an overdue reservation is spent": [
         (0, make_step(1, limit(cost=100, idle_ms=3_600_000), reserve=99), "ok"),
         (600_000, make_step(2, limit(cost=100, idle_ms=3_600_000)), "ok"),
         (600_001, settle_step(make_step(1, limit(cost=100, idle_ms=3_600_000)), cost=1), "ok"),
@@ -759,7 +759,7 @@ CASES: dict[str, Case] = {
         (5, make_step(1, _BLOCKS, grants=(9, 0, 0)), "killed 2/2, killed by consecutive_blocks"),
         (60_002, make_step(1, _BLOCKS), "ok"),
     ],
-    "refusals of other guards are in the row": [
+    "refusals of other guards are consecutive refusals": [
         (0, make_step(1, _BLOCKS), "ok"),
         (1, settle_step(make_step(1, _BLOCKS), REFUSED), "ok"),
         (2, make_step(2, _BLOCKS), "ok"),
@@ -778,11 +778,11 @@ CASES: dict[str, Case] = {
         (1, make_step(2, _LOOP, repeat(3, "read", "list")[:5]), "loop_detection 3/3 read"),
         (2, make_step(3, _LOOP, [*repeat(3, "read", "list")[:5], make_record(9, "send")]), "ok"),
     ],
-    "equal calls that lie too far back": [
+    "equal calls outside the window": [
         (0, make_step(1, limit(window=5, threshold=3), repeat(3, "read", "list", "send")), "ok")
     ],
     # Four at once: the newest of nine equal calls in three steps
-    "a step's calls are all in the window": [
+    "all calls of a step are in the window": [
         (0, make_step(1, _LOOP, answer(0, "read", "send", "list", "read")[:3], newest=3), "ok"),
         (
             1,
@@ -827,7 +827,7 @@ CASES: dict[str, Case] = {
             "ok",
         ),  # the newest step calls nothing
     ],
-    "digests that stand in others": [  # in ids, and across items
+    "digests that occur within others": [  # in ids, and across items
         (
             0,
             make_step(
@@ -846,12 +846,12 @@ CASES: dict[str, Case] = {
             "ok",
         ),
     ],
-    "equal calls that are not shown any more": [
+    "equal calls that the history no longer shows": [
         (0, make_step(1, _LOOP, repeat(2, "read")), "ok"),
         (1, make_step(2, _LOOP, repeat(3, "read")[2:]), "loop_detection 3/3 read"),
         (2, make_step(3, _LOOP), "ok"),  # a history without calls
     ],
-    "steps that are not shown any more": [
+    "steps that the history no longer shows": [
         (
             0,
             make_step(
@@ -880,7 +880,7 @@ CASES: dict[str, Case] = {
             "ok",
         ),
     ],
-    "sessions of a caller that begins many are forgotten sooner": [
+    "sessions of a caller with many end sooner": [
         (0, in_session("a", 1, _ONE_SESSION), "ok"),
         (
             30_000,
@@ -908,7 +908,7 @@ CASES: dict[str, Case] = {
         (4, make_step(1, limit(threshold=1, window=1), call("send")), "loop_detection 1/1 send"),
     ],
     "a settlement without a step": [(0, settle_step(_FIRST, FAILED, 9), "ok")],
-    "a conversation that goes on takes back its own step alone": [
+    "a continued conversation takes back only its own step": [
         *((number, make_step(number, _TWO_STEPS), "ok") for number in (0, 1)),
         *((number, settle_step(make_step(number, _TWO_STEPS)), "ok") for number in (0, 1)),
         (2, settle_step(_FIRST, JOINED), "ok"),

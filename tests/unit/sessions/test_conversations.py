@@ -71,7 +71,7 @@ SHOWN: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         for writer in WRITERS
     },
     **{
-        f"a window of {window} messages is no way out": (
+        f"a window of {window} messages does not evade the limit": (
             {"max_steps": 12},
             after(*range(20), window=window),
             [200] * 12 + [429] * 8,
@@ -82,7 +82,7 @@ SHOWN: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
     "an unknown history of all steps": ({"max_steps": 6}, after(6), [429]),
     "an unknown history of all calls but one": ({"max_tool_calls": 6}, after(5), [200]),
     "an unknown history of all calls": ({"max_tool_calls": 6}, after(6), [429]),
-    "turns that were not seen count as soon as they are shown": (
+    "unseen turns count once shown": (
         {"max_steps": 6},
         after(0, 1, 4, 5, 6),
         [200] * 4 + [429],
@@ -226,7 +226,7 @@ FORKED: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         [write([]), *(write([fork(1)[0]._replace(number=6 * number)]) for number in range(1, 10))],
         [200] * 5 + [429] * 5,
     ),
-    "what is asked aside, without tools, is none": (
+    "a side request without tools is no fork": (
         {"max_steps": 4},
         [
             write([]),

@@ -117,7 +117,7 @@ TURNS = [turns(number) for number in range(10)]
 HIDDEN = turns(3).replace(b'"tools"', b'"temperature": NaN, "tools"')
 FINISH = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
 CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
-    "the request behind the last step is refused, but no retry": (
+    "the request after the last step is refused, but retries pass": (
         limited(max_steps=3),
         [
             *named(*TURNS[:5], TURNS[2], TURNS[3]),
@@ -127,25 +127,25 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
         [200, 200, 200, 429, 429, 200, 429, 200, 200],
         "",
     ),
-    "what looks like JSON and is none may hide calls": (
+    "invalid JSON may hide calls": (
         limited(max_tool_calls=2),
         named(HIDDEN, b"name=ann"),
         [200, 200],
         "not_json",
     ),
-    "it is refused where the policy says so": (
+    "invalid JSON is refused if the policy says so": (
         strict(max_tool_calls=2),
         named(HIDDEN, b"name=ann"),
         [400, 200],
         "not_json",
     ),
-    "what nothing tells apart": (
+    "unnamed requests": (
         limited(max_steps=1),
         [kept(n) for n in range(3)],
         [200] * 3,
         "unnamed",
     ),
-    "what nothing tells apart is refused where the policy says so": (
+    "unnamed requests are refused if the policy says so": (
         strict(max_steps=1),
         [kept(1)],
         [400],
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
         [200, 429, 200, 200, 429, 429],
         "",
     ),
-    "a step that a detector takes back has narrowed nothing": (  # no model has seen it
+    "a step that a detector takes back is not the last one": (  # no model has seen it
         with_loop(**FINISH),
         [*named(TURNS[1], session="b"), *named(*TURNS[1:4])],
         [200, 429, 200, 429],

@@ -52,39 +52,43 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[tuple[bytes, dict[str, Any]]], l
         [*shown(1, 2, 3, 4, **S), (turn(5, EDIT), S)],
         [200, 200, 429, 429, 200],
     ),
-    "a history that is compacted every two turns hides no loop": (
+    "a history compacted every two turns hides no loop": (
         agents(),
         [(data, S) for data in COMPACTED],
         [200] * 4 + [429] * 2 + [200] + [429] * 2,
     ),
-    "without a session's name it would": (agents(), [(data, {}) for data in COMPACTED], [200] * 9),
-    "runs of one task one after the other are no compacted history": (
+    "without a session, compacting hides a loop": (
+        agents(),
+        [(data, {}) for data in COMPACTED],
+        [200] * 9,
+    ),
+    "consecutive runs of one task are no compacted history": (
         agents(),
         [(data, S) for data in ONE_TASK],
         [200] * 10,
     ),
-    "a request without a session is all that is known": (agents(), shown(1, 2, 3, 4, 5), [200] * 5),
-    "a policy without sessions as well": (
+    "without a session, only the request counts": (agents(), shown(1, 2, 3, 4, 5), [200] * 5),
+    "the same for a policy without sessions": (
         agents(session=None),
         shown(1, 2, 3, 4, 5, **S),
         [200] * 5,
     ),
-    "a session never takes the place of a caller": (
+    "a session does not replace a caller": (
         agents(missing_descriptor="share", limit_keys=["header:x-org"]),
         [*shown(1, 2, 3, 4, **S), *shown(1, 2, 3, x_org="o", **S)],
         [200] * 6 + [429],
     ),
-    "a policy for a single caller has no such doubt": (
+    "a policy without callers uses the session": (
         agents(limit_keys=[]),
         shown(1, 2, 3, **S),
         [200, 200, 429],
     ),
-    "a retry, to whichever model, is no turn": (
+    "a retry with any model is no turn": (
         agents(),
         [*shown(1, 1, **S), (OTHER_MODEL, S), *shown(1, 2, 3, **S)],
         [200] * 5 + [429],
     ),
-    "agents that another one starts have a history each": (
+    "each started agent has its own history": (
         agents(),
         [
             (turn(n), {"x_claude_code_session_id": "s", "x_claude_code_agent_id": f"a{n}"})
@@ -92,12 +96,12 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[tuple[bytes, dict[str, Any]]], l
         ],
         [200] * 5,
     ),
-    "a session is its tenant's own": (
+    "a session belongs to its caller": (
         agents(),
         [*shown(1, 2, x_user_id="bob", **S), *shown(3, 4, 5, **S)],
         [200] * 4 + [429],
     ),
-    "keys are tried in order, in the body as well": (
+    "keys are tried in order, also in the body": (
         KEYS,
         [
             *((written(number), {"x_run": "r1"}) for number in (1, 2)),
@@ -107,7 +111,7 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[tuple[bytes, dict[str, Any]]], l
         ],
         [200] * 5 + [429],
     ),
-    "a loop that the ring shows trips the cooldown, in any session": (
+    "a loop in the ring starts the cooldown of all sessions": (
         agents(cooldown_seconds=60),
         [*shown(1, 2, 3, **S), *shown(4, session_id="t"), (turn(5, EDIT), S)],
         [200, 200, 429, 429, 200],

@@ -56,13 +56,13 @@ def used(service: Service) -> tuple[int, int]:
 
 LONG = [Did((("run", {"step": at}),), ("y" * 3_000,), number=at) for at in range(1, 31)]
 CASES: dict[str, tuple[int, Sequence[bytes], list[int], tuple[int, int]]] = {
-    "a title before the first step is none": (
+    "a title before the first step is no step": (
         3,
         [TITLE, *(turns(number) for number in range(4))],
         [200] * 4 + [429],
         (3, 3),
     ),
-    "a summary between two steps is none, though it shows the calls": (
+    "a summary between two steps is no step": (
         4,
         [
             TITLE,
@@ -77,19 +77,19 @@ CASES: dict[str, tuple[int, Sequence[bytes], list[int], tuple[int, int]]] = {
         [200] * 7 + [429],
         (4, 4),
     ),
-    "as many requests that pose as such pass as by retries alone": (
+    "posing as side requests gains no more than retries": (
         5,
         [turns(1), *(say(f"try {number}") for number in range(40))],
         [200] * 20 + [429] * 21,
         (5, 1),
     ),
-    "where no request has tools, each is a step": (
+    "without any tools, each request is a step": (
         2,
         [say(f"step {number}") for number in range(3)],
         [200, 200, 429],
         (2, 0),
     ),
-    "long histories that are known again offer what they offered": (
+    "recognized long histories keep their offer": (
         100,
         [
             json.dumps({**as_chat(LONG[:count]), **offer}).encode()

@@ -90,7 +90,7 @@ STARTS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         [prompt("a"), continue_task("x", 1), continue_task("y", 1), *prompts("b", "c")],
         [200] * 4 + [429],
     ),
-    "a named session is none of them": (
+    "a named session is not limited as unnamed": (
         unnamed(max_steps=1),
         [(prompt("Hi"), {"session": f"s{number}"}) for number in range(9)],
         [200] * 9,
@@ -105,7 +105,7 @@ STARTS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         prompts(*"abc"),
         [200] * 3,
     ),
-    "without unnamed limits they are only sessions": (
+    "without unnamed limits, they are only sessions": (
         limited(max_steps=2),
         prompts("Hi") * 100,
         [200] * 100,
@@ -211,12 +211,12 @@ NAMELESS: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
         many(3, team=""),
         [200] * 3,
     ),
-    "what is limited may pass uncounted": (
+    "limited requests may pass uncounted": (
         with_spec(unnamed(max_steps=2), uncountable="reject"),
         many(3),
         [200, 200, 429],
     ),
-    "sessions use up nothing of them, nor they of sessions": (
+    "sessions and unnamed requests have separate limits": (
         with_spec(
             unnamed(limits={"max_steps": 1}, max_steps=50), session={"max_sessions_per_tenant": 1}
         ),

@@ -112,7 +112,7 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[dict[str, str]], list[str]]] = {
         for client in CLIENTS
         for name, limits, requests, expected in (
             (
-                "an agent beyond the limit is refused, the others go on",
+                "an agent beyond the limit is refused, others are not",
                 {"max_agents": 2},
                 ["", "a", "b", "c", "b", "", "c", "a"],
                 ["", "", "", "max_agents", "", "", "max_agents", ""],
@@ -139,12 +139,12 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[dict[str, str]], list[str]]] = {
         ],
         ["", "", "", "max_depth"],
     ),
-    "where they name only the parent, it is a key of the session": (
+    "clients that name only the parent": (
         {"session": CHAINED, "max_depth": 2},
         [{"x_agent": ROOT}, *({"x_agent": name, "x_parent": parent} for name, parent in PAIRS)],
         ["", "", "", "max_depth"],
     ),
-    "circles and strange parents end nowhere": (
+    "cycles and unknown parents are handled": (
         {"max_agents": 2, "max_depth": 5},
         [
             *(opencode(name, parent) for name, parent in ("ab", "ba", "aa", "ca", "dc")),

@@ -47,7 +47,7 @@ CASES = {
         AgentLimits(depth=1),
         [(0, 1, 9, "max_depth 2/1"), (1, 1, 1, "max_depth 2/1"), (2, 1, 0, "")],
     ),
-    "a circle": (
+    "a cycle": (
         AgentLimits(depth=3),
         [(0, 1, 2, ""), (1, 2, 1, ""), (2, 1, 2, ""), (3, 3, 2, "max_depth 4/3")],
     ),
@@ -58,14 +58,14 @@ CASES = {
             *((1_000, 3, 0, ""), (1_001, 1, 0, ""), (1_999, 4, 0, "max_concurrent_agents 2/2")),
         ],
     ),
-    "in a minute": (
+    "spawns in a minute": (
         AgentLimits(spawns=2),
         [
             *((0, 1, 0, ""), (1_000, 2, 0, ""), (59_999, 3, 0, "max_spawns_per_minute 2/2")),
             *((60_000, 3, 0, ""), (60_001, 4, 0, "max_spawns_per_minute 2/2")),
         ],
     ),
-    "in a minute, of agents that go on": (
+    "spawns in a minute, of active agents": (
         AgentLimits(spawns=1),
         [
             (0, 1, 0, ""),
@@ -74,11 +74,11 @@ CASES = {
             (60_000, 2, 0, ""),
         ],
     ),
-    "in a minute, of agents that are idle": (
+    "spawns in a minute, of idle agents": (
         AgentLimits(spawns=2, concurrent=5, idle_ms=1_000),
         [(0, 1, 0, ""), (2_000, 2, 0, ""), (4_000, 3, 0, "max_spawns_per_minute 2/2")],
     ),
-    "active for longer than a minute": (
+    "active for more than a minute": (
         AgentLimits(concurrent=2, spawns=9, idle_ms=120_000),
         [
             (0, 1, 0, ""),
