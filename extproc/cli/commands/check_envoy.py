@@ -17,7 +17,7 @@ EXAMPLES = f"""examples:
   loopguard check-envoy envoy.yaml
   loopguard check-envoy --policy policies/ --admin http://127.0.0.1:9901
   istioctl proxy-config all POD -o json | loopguard check-envoy --json /dev/stdin
-  loopguard check-envoy --policy policies/ --probe https://gateway.example -H "x-api-key: $KEY"
+  loopguard check-envoy --policy policies/ --probe https://gateway.example -H "authorization: $KEY"
 
 exit code: 0 no findings (there may be notes), 1 findings or unguarded requests,
 2 the configuration cannot be read
