@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import signal
 import sys
@@ -174,12 +175,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No settings from the environment, and no signal handler that `serve` leaves."""
+    """No settings from the environment, and no handler of signals or logs that `serve` leaves."""
     for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
         monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
-    hangup = signal.getsignal(signal.SIGHUP)
+    hangup, root = signal.getsignal(signal.SIGHUP), logging.getLogger()
+    logs = root.handlers[:], root.level
     yield
     signal.signal(signal.SIGHUP, hangup)
+    root.handlers[:], root.level = logs
 
 
 @pytest.fixture
