@@ -127,6 +127,7 @@ class Repeat(NamedTuple):
         held: whether it is weak and has not repeated often enough for more than the mildest action.
         notes_only: whether it gets at most a note or a warning, whatever actions the policy names.
         widespread: whether a tool fails in this way for many sessions.
+        forced: whether the request forces a tool or a schema, so that no other answer is possible.
         before: the loops in earlier states of the history; None if these were not examined.
     """
 
@@ -142,6 +143,7 @@ class Repeat(NamedTuple):
     held: bool = False
     notes_only: bool = False
     widespread: bool = False
+    forced: bool = False
     before: EarlierLoops | None = None
 
     @property

@@ -67,6 +67,19 @@ TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
 _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
 """Keys that refer to something on the server that may include tools."""
 
+_FORCES: Final = {
+    "tool_choice": re.compile(rb'(?!.*"(?:auto|none)")["{]', re.DOTALL),
+    "toolConfig": re.compile(
+        rb'.*(?:"toolChoice"\s*:\s*\{\s*"(?:any|tool)"|"mode"\s*:\s*"ANY")', re.DOTALL
+    ),
+    **dict.fromkeys(
+        ("response_format", "text", "output_config", "output_format"),
+        re.compile(rb'.*"json_schema"', re.DOTALL),
+    ),
+}
+"""Keys that may force a tool or a schema, and how their values begin if they do."""
+
+_get_forcing: Final = attrgetter(*_FORCES)
 _get_tools: Final = attrgetter(*TOOL_KEYS)
 _get_kept_tools: Final = attrgetter(*_KEPT_TOOLS)
 
@@ -663,6 +676,13 @@ class Conversation:
             return ""
         return NO_TOOLS
 
+    def forces_form(self) -> bool:
+        """Whether the client forces a tool or a schema, and so cannot read another answer."""
+        for value, forces in zip(_get_forcing(self.body), _FORCES.values(), strict=True):
+            if type(value) is Raw and len(value) and forces.match(bytes(value)) is not None:
+                return True
+        return False
+
     def find_field(self, key: str) -> Raw | None:
         """The raw value of a body's key; ABSENT if missing, None for a key that is skipped."""
         found = getattr(self.body, key, None)
@@ -1188,7 +1208,7 @@ def _make_body(shapes: Sequence[Shape], others: Sequence[str]) -> type[Struct]:
         for field in fields(shape.body):
             optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
             keys.setdefault(field.name, optional)
-    for key in (*TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS, *others):
+    for key in (*TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS, *_FORCES, *others):
         keys.setdefault(key, (Raw, ABSENT))
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
 

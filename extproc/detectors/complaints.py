@@ -1,4 +1,8 @@
-"""Recognizes a program's complaint about the format of an answer."""
+"""Recognizes a program's complaint about the format of an answer.
+
+Libraries that validate answers quote them: pydantic each wrong value, a JSON parser the place,
+instructor the whole answer. The complaint is the same if only these differ.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ _STEMS: Final = (
     "found 0",
     "lack",
     "without",
+    "validation error",
 )
 """Every complaint contains one of these."""
 
@@ -39,10 +44,36 @@ _COMPLAINT: Final = re.compile(
     | \bno\ (?:valid\ )?(?:(?:tool|function)\ calls?|actions?|commands?|code\ blocks?|json)
       \ (?:was\ |were\ |could\ be\ )?(?:found|given|provided|detected|recogni[sz]ed|made)
     | \bfound\ 0\ (?:\w{{1,16}}\ )?(?:actions?|code|blocks?|commands?|tool)
+    | \bvalidation\ errors?\ (?:for|found)\b
     | \bexpected\ (?:an?\ |exactly\ |valid\ |one\ ){{1,2}}(?:\w{{1,16}}\ )?{_FORM}
     """,
     re.VERBOSE,
 )
+
+_QUOTES: Final = ("input_value=", "(char ", "[type=json_", "fix the errors")
+_QUOTED: Final = re.compile(
+    r"""
+      input_value=[^\n]{0,256}?,\ input_type=\w{1,64}
+    | column\ [0-9]{1,9}(?=\ \(char\ |\ \[type=json_) | \(char\ [0-9]{1,9}\)
+    | (?<=Recall\ the\ function\ correctly,\ fix\ the\ errors)\b.*
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def find_quote(text: str) -> int:
+    """Where a complaint may begin to quote the answer; -1 if it does not."""
+    places = [place for quote in _QUOTES if (place := text.find(quote)) >= 0]
+    return min(places, default=-1)
+
+
+def leave_out_answer(text: str) -> str:
+    """A text without what a complaint in it quotes of the answer.
+
+    >>> leave_out_answer("Not a number [type=int_type, input_value='ten', input_type=str]")
+    'Not a number [type=int_type, #]'
+    """
+    return _QUOTED.sub("#", text) if find_quote(text) >= 0 else text
 
 
 def complains(text: str) -> bool:

@@ -104,6 +104,11 @@ def count_window(threshold: int) -> int:
     return 2 * threshold + 4
 
 
+def count_errors(threshold: int) -> int:
+    """The number of equal complaints in a row that are a loop."""
+    return max(_MIN_SIMILAR, 2 * threshold)
+
+
 class Newest(Generic[Step]):
     """Turns or calls, newest first, taken lazily from their source."""
 
@@ -176,6 +181,14 @@ class History(Newest[AnyTurn]):
     def read_prompt(self) -> str:
         """The user's text in the newest message of the request; empty if that is not a user's."""
         return self.reading.read_words() if self.reading is not None else ""
+
+    def count_complaints(self) -> int:
+        """See `Reading`."""
+        return self.reading.count_complaints(MAX_TURNS) if self.reading is not None else 0
+
+    def is_forced(self) -> bool:
+        """Whether the request forces a tool or a schema."""
+        return self.reading is not None and self.reading.conversation.forces_form()
 
     def shows_newest(self) -> bool:
         """Whether the newest turn can be compared.
@@ -262,6 +275,7 @@ class KeptTurn:
             session has no name.
         complete: the request shows as many turns as a ring contains.
         in_text: see `Turn`.
+        forced: see `Repeat`.
     """
 
     def __init__(
@@ -288,6 +302,7 @@ class KeptTurn:
         self.newest = newest
         self.shown = shown = count - place
         self.in_text = in_text
+        self.forced = history.is_forced()
         self.place = place
         self.entry = encode_turn(newest)
         self.identity = b""
@@ -558,7 +573,7 @@ class TurnRule:
         """The loop if the last results are the same error, whatever the actions."""
         count = 2 * limit.threshold
         if newest.known and not newest.names:
-            count = max(_MIN_SIMILAR, count)
+            count = count_errors(limit.threshold)
         turns = history.newest(count)
         if len(turns) < count or not newest.failed:
             return None

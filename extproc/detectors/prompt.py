@@ -1,8 +1,9 @@
 """Similarity `prompt`: first requests, without what a program changes in each retry.
 
 A program that repeats a prompt often adds the time or an attempt number, and a new `seed` or
-request id. Without these, the body is compared as with `canonical`. Ids, hex and all other numbers
-are content, because requests for many items, generated from one template, are different.
+request id; a parser's retry quotes the answer that it could not parse. Without these, the body is
+compared as with `canonical`. Ids, hex and all other numbers are content, because requests for many
+items, generated from one template, are different.
 
 Requests with a turn of the assistant are not counted. `turns` compares these.
 """
@@ -16,6 +17,7 @@ from typing import ClassVar, Final
 from extproc.apis import open_conversation
 from extproc.apis.conversation import ASSISTANT, TOOL
 from extproc.detectors.base import Similarity
+from extproc.detectors.complaints import leave_out_answer
 from extproc.request.document import Document, NotCounted, split_pointer, write_canonical
 
 _OPTIONS: Final = [
@@ -39,6 +41,14 @@ _OPTIONS: Final = [
 
 _MOST_PLACES: Final = 500
 """Maximum number of places to search, for each of `_MOVING`; the rest is compared unchanged."""
+
+_COMPLETION: Final = b"Completion:\\n"
+_ABOVE: Final = b"Above, the Completion did not satisfy the constraints given in the Prompt."
+_QUOTED: Final = [
+    ("from completion ", ". Got: "),
+    ("Invalid json output: ", "For troubleshooting"),
+]
+"""The words around an answer in prompts of LangChain's retry parsers, and in their errors."""
 
 _WORD: Final = r"(?:(?<![a-z])|(?<=\\[nrt]))"
 _NUMBER: Final = r"(?:[ _-]?(?:number|count|no\.?))?+"
@@ -108,7 +118,8 @@ class Prompt(Similarity):
             speakers.pop()
         if conversation.before.open_ended or ASSISTANT in speakers or TOOL in speakers:
             raise NotCounted("has_history")
-        return leave_out_moving(write_canonical(document.value(), _OPTIONS)), None
+        written = leave_out_completion(write_canonical(document.value(), _OPTIONS))
+        return leave_out_moving(written), None
 
     def show(self, document: Document) -> list[str]:
         """See `Similarity`."""
@@ -117,6 +128,19 @@ class Prompt(Similarity):
     def name_repeated(self, place: str) -> str:
         """See `Similarity`."""
         return f"the same prompt {place}"
+
+
+def leave_out_completion(text: bytes) -> bytes:
+    """A body without the answer that a retry parser quotes below the prompt."""
+    before, above, behind = text.rpartition(_ABOVE)
+    prompt, found, _ = before.rpartition(_COMPLETION)
+    if not found:
+        return text
+    error = behind.replace(b"\\", b"").replace(b'"', b"'").decode("utf-8", "replace")
+    for start, end in _QUOTED:
+        opening, found_start, quoted = error.partition(start)
+        error = opening + quoted.rpartition(end)[2] if found_start else error
+    return prompt + above + leave_out_answer(error).encode()
 
 
 def leave_out_moving(text: bytes) -> bytes:

@@ -3,9 +3,9 @@
 Volatile are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8
 digits or more, numbers after `line`, `step`, `pid` and `port`, numbers that are the whole value of
 a key or element for a duration or a process, `:123` positions after a file name, paths in temporary
-folders, transfer rates, ids of the request itself, overwritten states of a progress bar, and the
-order of Python's sets. Any other change is progress: `3 failed` is not `4 failed`, `45 %` is not
-`46 %`, and records with different ids or dates are different.
+folders, transfer rates, ids of the request itself, overwritten states of a progress bar, the order
+of Python's sets, and what a validator quotes of an answer. Any other change is progress: `3 failed`
+is not `4 failed`, `45 %` is not `46 %`, and records with different ids or dates are different.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from extproc.detectors.complaints import find_quote, leave_out_answer
 from extproc.detectors.shapes import DIGIT, LONGEST_SHAPE, Stays, write_shapes
 from extproc.looks import look_for
 
@@ -285,6 +286,7 @@ def _keep_key(found: re.Match[str]) -> str:
 def _normalize(text: str) -> str:
     if "\r" in text:
         text = _OVERWRITTEN.sub("", text)
+    text = leave_out_answer(text)
     if _may_name_ids(text):
         text = _NAMED.sub(rf"\1{_GONE}", text)
         text = _PREFIXED.sub(f"_{_GONE}", text)
@@ -333,7 +335,8 @@ def normalize_head(text: str) -> str:
     if len(text) <= _HEAD or "\r" in text:
         return ""
     head = text[:_HEAD]
-    return _normalize(head[: head.find(_SET_OPENS)] if _SET_OPENS in head else head)
+    ends = [place for place in (head.find(_SET_OPENS), find_quote(head)) if place >= 0]
+    return _normalize(head[: min(ends)] if ends else head)
 
 
 def may_be_equal(one: str, other: str) -> bool:

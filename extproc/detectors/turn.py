@@ -29,7 +29,7 @@ from extproc.apis.messages import OTHER, RESULT, TEXT, Part
 from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, number_id, read_action, read_failed_call
 from extproc.detectors.alike import leave_out_numbers, open_result
-from extproc.detectors.complaints import complains
+from extproc.detectors.complaints import complains, leave_out_answer
 from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.failures import MISSING as NOT_FOUND
 from extproc.detectors.results import (
@@ -161,6 +161,18 @@ class Reading:
         if newest is None or newest.speaker != USER:
             return ""
         return "".join(list_texts(newest.read_parts()))
+
+    def count_complaints(self, most: int) -> int:
+        """How often the newest messages, all a user's, are the same complaint; up to `most`."""
+        same, count = "", 0
+        for message in self.conversation.read_backwards():
+            said = "".join(list_texts(message.read_parts())) if message.speaker == USER else ""
+            said = leave_out_answer(said)
+            if count == most or not said or (count and said != same) or not complains(said):
+                break
+            same = said
+            count += 1
+        return count
 
 
 class ShownTurns:
@@ -682,7 +694,8 @@ class Turn:
             for message in self._list_behind():
                 for text in list_texts(message.read_parts()) if message.speaker == USER else ():
                     if not is_injected(text.strip()):
-                        said += NUMBERS.sub("", strike_injected(text)).casefold().split()
+                        plain = leave_out_answer(strike_injected(text))
+                        said += NUMBERS.sub("", plain).casefold().split()
             INSPECTION.left = left
             came.words = digest(" ".join(said).encode()) if said else b""
         return came.words

@@ -13,10 +13,11 @@ from itertools import count, islice
 from typing import Any, ClassVar, Final
 
 from extproc.bounded import Memo
-from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
+from extproc.decision import STRONG, WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.complaints import complains, leave_out_answer
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import (
     CYCLE,
@@ -31,6 +32,7 @@ from extproc.detectors.loops import (
     History,
     KeptTurn,
     TurnRule,
+    count_errors,
     count_window,
     follow,
     only_speaks,
@@ -203,9 +205,25 @@ class Turns(HistorySimilarity):
     def _find_in_prompt(self, history: History) -> tuple[bytes, Repeat] | None:
         """The loop of a prompt that repeats itself, before the assistant's first turn.
 
-        It is weak.
+        It is weak, unless the client shows only its complaints about the answers.
         """
         text = history.read_prompt()
+        times = history.count_complaints() if complains(text) else 0
+        fits = [step for step, rule in self._rules if count_errors(rule.threshold) <= times]
+        if fits:
+            least = count_errors(self.rule.threshold)
+            found = Repeat(
+                (),
+                times,
+                times,
+                least,
+                results=True,
+                rule=ERROR,
+                step=max(fits),
+                strength=STRONG,
+                forced=history.is_forced(),
+            )
+            return digest(leave_out_answer(text).encode()), found
         times, words = count_nested(text)
         step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
         if step >= 0:
@@ -242,6 +260,7 @@ class Turns(HistorySimilarity):
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest turn is part of, by the strictest rule that finds one."""
         best: Repeat | None = None
+        shown = history
         if self._most > USUAL_TURNS:  # some tool's threshold needs more
             history = self._narrow(history)
         for step, rule in self._rules:
@@ -253,7 +272,7 @@ class Turns(HistorySimilarity):
                 best = found
             if best.step >= step - 1 and not best.held:
                 break
-        return best
+        return best._replace(forced=True) if best is not None and shown.is_forced() else best
 
     def _narrow(self, history: History) -> History:
         """The turns to compare: more than usual only if the newest turn's tools need them."""
@@ -405,7 +424,7 @@ class TurnMemory:
         )
         if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
-        return recalled
+        return recalled._replace(forced=kept is not None and kept.forced)
 
 
 def _add_earlier(found: Repeat, before: EarlierLoops) -> Repeat:

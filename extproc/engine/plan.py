@@ -292,6 +292,8 @@ class Detector:
             first = repeat.threshold - self._later[repeat.step]
         repeated = outcome.count - first
         for action, later in self._ends:
+            if action is Action.LAND and repeat is not None and repeat.forced:
+                continue
             if later > repeated:
                 return max(repeated - self._noted_from, 0), action, later - repeated
         return max(repeated - self._noted_from, 0), Action.REJECT, 0
@@ -299,7 +301,10 @@ class Detector:
     def find_action(self, repeat: Repeat) -> Action:
         """The action for a loop that a request shows."""
         if not repeat.held:
-            return self.actions[repeat.step]
+            action = self.actions[repeat.step]
+            if action is Action.LAND and repeat.forced:
+                return self.actions[repeat.step - 1] if repeat.step else self.noted
+            return action
         return self.noted if repeat.notes_only else self.mildest
 
     def _find_due(self, repeat: Repeat | None) -> Action:

@@ -19,7 +19,7 @@ DECLARED: dict[str, dict[str, Any]] = {
         ]
     },
     "ollama": {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    "responses": {"tools": [{"type": "function", "name": "f"}], "tool_choice": "required"},
+    "responses": {"tools": [{"type": "function", "name": "f"}], "tool_choice": "auto"},
     "anthropic": {"tools": [{"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]},
     "gemini": {"tools": [{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}]},
     "bedrock": {

@@ -34,11 +34,14 @@ LADDERS: list[tuple[tuple[str, int], ...]] = [
     (("warn", 3), ("steer", 5), ("reject", 8)),
 ]
 RULES: Final = [
-    Rules(ladder, weak, offers, max_cycle)
-    for ladder in LADDERS
-    for weak in (None, 14, max(ladder[0][1], 5))
-    for offers in (True, False)
-    for max_cycle in (10, 3)
+    *[
+        Rules(ladder, weak, offers, max_cycle)
+        for ladder in LADDERS
+        for weak in (None, 14, max(ladder[0][1], 5))
+        for offers in (True, False)
+        for max_cycle in (10, 3)
+    ],
+    *[Rules(LADDERS[0], weak, forced=True) for weak in (None, 14)],
 ]
 TOOLS: list[tuple[tuple[str, int], ...]] = [
     (("poll", 20),),
@@ -112,7 +115,7 @@ def try_alone(dice: Random) -> None:
     place = dice.randrange(len(RULES))
     rules, shape = RULES[place], dice.choice(SHAPES)
     for end in {len(turns), dice.randrange(1, len(turns) + 1)}:
-        body = write(turns[:end], shape, offers=rules.offers)
+        body = write(turns[:end], shape, offers=rules.offers, forced=rules.forced)
         compare(look(DETECTORS[place], body), rules, shape, turns[:end])
 
 
@@ -127,7 +130,7 @@ def try_tools(dice: Random) -> None:
 
 
 def follow(
-    turns: Sequence[Turn], detector: Detector, shape: str, *, offers: bool, chained: bool
+    turns: Sequence[Turn], detector: Detector, shape: str, *, rules: Rules, chained: bool
 ) -> list[str]:
     """Actions on a conversation whose requests show at most two results; the store has the rest."""
     similarity, model, ring = detector.similarity, Model(), None
@@ -135,7 +138,7 @@ def follow(
     kept: Ring | None = ring
     done = []
     for end in range(1, len(turns) + 1):
-        body = write(turns[:end], shape, offers=offers, cleared=True)
+        body = write(turns[:end], shape, offers=rules.offers, cleared=True, forced=rules.forced)
         _, found, memory = similarity.compare_in_session(Document(body))
         assert memory is not None
         assert memory.place is not None
@@ -156,7 +159,7 @@ def try_remembered(dice: Random, *, chained: bool) -> None:
     turns = MadeUp(dice).conversation(most=30)
     place = dice.randrange(len(RULES))
     rules, shape = RULES[place], dice.choice(["chat", "anthropic", "responses"])
-    found = follow(turns, DETECTORS[place], shape, offers=rules.offers, chained=chained)
+    found = follow(turns, DETECTORS[place], shape, rules=rules, chained=chained)
     expected = [judge(turns[: end + 1], rules) for end in range(len(turns))]
     if found != expected:
         end = [one == other for one, other in zip(found, expected, strict=True)].index(False) + 1

@@ -24,8 +24,12 @@ TOOLS = {
     "mcp__disk__write_file": CHANGES,
 }
 
-# Results and their worth; `@` is a number.
+COMPLAINT = (
+    "1 validation error for P\nn\n  No number [type=int_type, input_value=!, input_type=str]"
+)
+# Results and their worth; `@` is a number, and `!` differs in each turn.
 RESULTS = {
+    COMPLAINT: "fatal",
     "ok": "fine",
     "": "fine",
     "3 tests, 2 of them red": "fine",
@@ -42,8 +46,9 @@ RESULTS = {
     "error: 1@ of 200 tests failed": "fatal",
 }
 
-# A program's usual words; `@` is a number.
+# A program's usual words; see RESULTS.
 WORDS = {
+    f"Correct your answer: {COMPLAINT}": "fatal",
     "continue": "fine",
     "Heartbeat @: anything new?": "fine",
     "read the list and work on it. " * 9: "long",
@@ -102,6 +107,7 @@ class Rules:
         offers: requests declare tools.
         max_cycle: as in the policy.
         tools: thresholds of single tools.
+        forced: requests force a tool.
     """
 
     ladder: tuple[tuple[str, int], ...] = (("steer", 3), ("reject", 7))
@@ -109,6 +115,7 @@ class Rules:
     offers: bool = True
     max_cycle: int = 10
     tools: tuple[tuple[str, int], ...] = ()
+    forced: bool = False
 
     def at(self, step: int) -> Thresholds:
         """Thresholds of a step of the ladder, by tool; "" is for all others."""
@@ -145,9 +152,9 @@ def judge(turns: Sequence[Turn], rules: Rules) -> str:
     reach = last if rules.weak is None else _reach(seen, rules, rules.weak, last)
     if reach < 0 and not any(strong for _, strong in loops):
         return _mildest(rules)
-    return rules.ladder[
-        max(step if strong else min(step, max(reach, 0)) for step, strong in loops)
-    ][0]
+    step = max(step if strong else min(step, max(reach, 0)) for step, strong in loops)
+    lands = rules.ladder[step][0] == "land" and not rules.forced
+    return rules.ladder[step if lands or rules.ladder[step][0] != "land" else step - 1][0]
 
 
 def _note(rules: Rules) -> str:
@@ -370,7 +377,14 @@ class MadeUp:
         ][:most]
 
 
-def write(turns: Sequence[Turn], shape: str, *, offers: bool, cleared: bool = False) -> bytes:
+def write(
+    turns: Sequence[Turn],
+    shape: str,
+    *,
+    offers: bool,
+    cleared: bool = False,
+    forced: bool = False,
+) -> bytes:
     """A request that ends with these turns.
 
     With `cleared`, only the two newest results are kept.
@@ -388,16 +402,19 @@ def write(turns: Sequence[Turn], shape: str, *, offers: bool, cleared: bool = Fa
     tools: dict[str, Any] = (
         {"tools": [{"type": "function", "function": {"name": "f"}}]} if offers else {}
     )
+    if forced:
+        tools["tool_choice"] = "required"
     return json.dumps({**body, **tools}).encode()
 
 
 def _do(turn: Turn, number: int) -> Did:
+    result = turn.result.replace("!", f"'no. {number}'")
     if not turn.tool:
-        return Did((), (), turn.result, turn.argument, number)
+        return Did((), (), result, turn.argument, number)
     took = f" (took {number}.{number} ms)" if turn.result else ""
     return Did(
         ((turn.tool, {"path": turn.argument, "n": 1}),),
-        (turn.result + took,),
+        (result + took,),
         "",
         f"Thought no. {number}!",
         number,

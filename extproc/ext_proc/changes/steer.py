@@ -120,7 +120,7 @@ def _look_ahead(outcome: Outcome, guard: Compiled) -> tuple[str, str]:
         return "", outlook
     if outcome.repeat is not None and outcome.repeat.widespread:
         return "", ""
-    if Action.LAND in guard.actions:
+    if Action.LAND in guard.actions and not (outcome.repeat is not None and outcome.repeat.forced):
         outlook = (
             "If this continues, tool calls are "
             f"forbidden{', and then requests are refused' if outlook else ''}."
