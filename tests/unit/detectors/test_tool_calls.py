@@ -122,7 +122,7 @@ def oracle(turns: Sequence[Did], more: dict[str, Any]) -> set[tuple[str, int]]:
         times = times if length < 5 else max(2, times - 1)
         known = all(result is not None for _, _, result in members)
         if known and len(set(members)) == length and every[-length * times :] == members * times:
-            return {(" ".join(name for name, _, _ in members), times)}
+            return {(" ".join(dict.fromkeys(name for name, _, _ in members)), times)}
     return set()
 
 
@@ -172,6 +172,7 @@ _LOOPS = st.fixed_dictionaries(
 @given(_HISTORIES, _LOOPS)
 @example([_A, _B] * 3, {"window_calls": 3})
 @example([join(_A, _B)] * 3, {})
+@example([join(_A, call("f"))] * 3, {"window_calls": 4})
 @example([_A, _SAID, _A], {"reset_on_user_message": False})
 @example(
     [join(_A, _A)._replace(results=("x",))] * 2 + [_A._replace(results=("x",))],
