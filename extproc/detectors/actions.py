@@ -340,14 +340,14 @@ def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | Non
             break
         else:
             value = _whole_json(text[place:end])
-            if value is not None and _acts(value):
+            if value is not None and names_action(value):
                 name = name or _name_of(value, ignored)
                 actions.append(_action_in(value, ignored))
         place = text.find("{", end)
     return (name, _JSON + _SEPARATOR + write_canonical(actions)) if actions else None
 
 
-def _acts(value: dict[str, Json]) -> bool:
+def names_action(value: dict[str, Json]) -> bool:
     """Whether an object names an action or a tool."""
     return any(key in value for key in _ACTION_KEYS) or (
         "name" in value and not _ARGUMENT_KEYS.isdisjoint(value)

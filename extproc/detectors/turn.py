@@ -40,7 +40,7 @@ from extproc.detectors.results import (
     normalize,
     normalize_head,
 )
-from extproc.detectors.scratchpad import unfold
+from extproc.detectors.scratchpad import IN_SYSTEM, unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.looks import look_for
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
@@ -59,6 +59,9 @@ _DIGEST: Final = 8
 
 _MARKS: Final = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
 _may_be_injected: Final = look_for("|".join([start for start, _ in _MARKS]))
+
+_LEAST_WITH_SYSTEM: Final = 3
+"""Messages of a request that has a history in a system message: two of the program and the task."""
 
 _MAX_NORMALIZED_IN_ALL: Final = 6 * MAX_NORMALIZED
 """Maximum length of all results of a request to normalize, in characters; others are compared
@@ -131,11 +134,30 @@ class Reading:
         self.ignored = ignored
         self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
-        newest = self.newest = conversation.open_newest()
-        self.unfolded = (
-            unfold(newest) if newest is not None and newest.speaker in {USER, ASSISTANT} else []
-        )
+        self.newest = conversation.open_newest()
+        self.unfolded = self._unfold()
         self.in_text = len(self.unfolded) > 1
+
+    def _unfold(self) -> list[Message]:
+        newest, conversation = self.newest, self.conversation
+        if newest is None:
+            return []
+        shown = unfold(newest) if newest.speaker in {USER, ASSISTANT} else []
+        if len(shown) > 1 or len(conversation) < _LEAST_WITH_SYSTEM:
+            return shown
+        if conversation.find_group(1 if conversation.prefilled else 0) is not None:
+            return shown
+        left = INSPECTION.left
+        data = self.document.data()
+        INSPECTION.left = left
+        if IN_SYSTEM.encode() not in data:
+            return shown
+        for message in conversation.read_backwards():
+            if message.speaker in HARNESS:
+                older = unfold(message, IN_SYSTEM)
+                if len(older) > 1:
+                    return older
+        return shown
 
     def count_turns(self, most: int) -> int:
         """The number of turns, up to `most`, if all but the newest were answered; -1 if unsure."""
@@ -190,11 +212,9 @@ class ShownTurns:
         self._behind: list[Message] = []
         self._messages: Iterator[Message] = iter(())
         if reading.in_text:
-            messages = reading.conversation.read_backwards()
-            next(messages)
-            if reading.conversation.prefilled:
-                next(messages)
-            self._messages = chain(reading.unfolded, messages)
+            place = reading.unfolded[0].place
+            older = [each for each in reading.conversation.read_backwards() if each.place < place]
+            self._messages = chain(reading.unfolded, older)
 
     def __iter__(self) -> Iterator[Turn]:
         """Turns are read only once."""

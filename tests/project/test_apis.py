@@ -67,6 +67,7 @@ ALLOWED = {
         "detectors/actions.py",
         "function_call",
     ): "a key by which models write an action into a text, whatever the API",
+    ("detectors/scratchpad.py", "tool_result"): "a key of steps that programs write into a text",
     ("cli/commands/explain.py", "/v1/messages"): "a path in an example",
     ("cli/commands/explain.py", "/chat/completions"): "a path in an example",
     ("cli/commands/explain.py", "/completions"): "a path in an example",

@@ -231,7 +231,6 @@ STEPS = [
     "You asked: search for lamps\nYou got: nothing",
     "> open door\nThe door is locked.\n",
     "$ make test\nmake: *** No rule to make target 'test'.  Stop.",
-    "Step 3: look at the page\nResult: the page is empty, it took 12 ms",
     "Thought: I should try again.\n<tool>list_files</tool>\n<result>\n\n</result>",
     "SELECT * FROM lamps;\n[]\nReward: 0.0",
 ]
