@@ -1,19 +1,16 @@
-"""The stack that most end-to-end tests share, and scenarios for each transport."""
+"""The stack that most end-to-end tests share."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from extproc.ext_proc.service import Service
 from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, stack
 from tests.support.receivers import CA
-from tests.support.transport import TRANSPORTS, Run, Running, open_running
 
 if TYPE_CHECKING:
     from tests.support.agents import Gate
@@ -71,17 +68,3 @@ def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
 def user() -> dict[str, str]:
     """Headers of a user that no other test uses."""
     return {"x-user-id": f"user-{next(_numbers)}"}
-
-
-@pytest.fixture(params=TRANSPORTS)
-def run(request: pytest.FixtureRequest) -> Run:
-    """Run a scenario against each transport."""
-
-    def scenario(service: Service, steps: Callable[[Running], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with open_running(request.param, service) as running:
-                await steps(running)
-
-        asyncio.run(main())
-
-    return scenario

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,9 @@ from extproc.settings import parse_address
 from extproc.transport.fast import FastServer
 from extproc.transport.grpcio import GrpcServer
 from extproc.transport.health import EXT_PROC, HEALTH, Health
+from tests.support.documents import policy
 from tests.support.harness import PATIENCE
+from tests.support.service import make_service
 
 TRANSPORTS: dict[str, Callable[[Service, Health], Transport]] = {
     "fast": FastServer,
@@ -52,7 +54,8 @@ class Running:
 
 
 @asynccontextmanager
-async def open_running(name: str, service: Service) -> AsyncIterator[Running]:
+async def open_running(name: str, service: Service | None = None) -> AsyncIterator[Running]:
+    service = service or make_service(policy("p", {"pathPrefix": "/"}))
     health = Health()
     server = TRANSPORTS[name](service, health)
     where = await server.start(parse_address("127.0.0.1:0"))
@@ -62,9 +65,6 @@ async def open_running(name: str, service: Service) -> AsyncIterator[Running]:
             yield Running(server, service, health, channel, where)
         finally:
             await server.stop(0)
-
-
-Run = Callable[[Service, Callable[[Running], Awaitable[None]]], None]
 
 
 async def until(condition: Callable[[], bool]) -> None:

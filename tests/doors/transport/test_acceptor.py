@@ -7,7 +7,7 @@ import itertools
 import resource
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from extproc.settings import parse_address
 from extproc.sockets import BACKLOG, open_listening_socket
 from extproc.transport.acceptor import Acceptor
 from tests.support.harness import PATIENCE
-from tests.support.transport import LOOPS, until
+from tests.support.transport import until
 
 FLOOD, INNOCENT = "127.0.0.2", "127.0.0.3"
 BEGUN_PER_TURN, UNDER_WAY, WAITING = (
@@ -51,7 +51,6 @@ class Place:
             self.ended.append(who)
 
     def connect(self, source: str, times: int = 1, data: bytes = b"hello") -> None:
-        """Clients at this address that have sent these bytes."""
         for _ in range(times):
             client = socket.create_connection(self.where, PATIENCE, (source, 0))
             client.sendall(data)
@@ -59,7 +58,6 @@ class Place:
             self.clients.append(client)
 
     def find_closed(self) -> list[int]:
-        """The numbers of clients whose connection was closed."""
         closed = []
         for number, client in enumerate(self.clients):
             try:
@@ -72,110 +70,82 @@ class Place:
         return closed
 
 
-Run = Callable[..., None]
+@pytest.fixture
+def place(runner: asyncio.Runner, request: pytest.FixtureRequest) -> Iterator[Place]:
+    async def make() -> Place:
+        return Place(getattr(request, "param", PATIENCE))
+
+    made = runner.run(make())
+    yield made
+    made.acceptor.close()
+    for client in made.clients:
+        client.close()
 
 
-@pytest.fixture(params=LOOPS)
-def run(request: pytest.FixtureRequest) -> Run:
-    def scenario(
-        steps: Callable[[Place], Awaitable[None]], seconds: float | None = PATIENCE
-    ) -> None:
-        async def main() -> None:
-            place = Place(seconds)
-            try:
-                await steps(place)
-            finally:
-                place.acceptor.close()
-                for client in place.clients:
-                    client.close()
+async def test_flood_of_one_address_does_not_delay_another(place: Place) -> None:
+    place.connect(FLOOD, 800)
+    await until(lambda: len(place.begun) > 800 // 3)  # all are in line by then
+    before = len(place.begun)
+    place.connect(INNOCENT)
+    await until(lambda: INNOCENT in place.begun)
 
-        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
-            runner.run(main())
-
-    return scenario
+    assert before < 600
+    assert place.begun.index(INNOCENT) < before + 10 * BEGUN_PER_TURN
 
 
-def test_flood_of_one_address_does_not_delay_another(run: Run) -> None:
-    async def steps(place: Place) -> None:
-        place.connect(FLOOD, 800)
-        await until(lambda: len(place.begun) > 800 // 3)  # all are in line by then
-        before = len(place.begun)
-        place.connect(INNOCENT)
-        await until(lambda: INNOCENT in place.begun)
+async def test_turn_of_the_loop_begins_few_handshakes(place: Place) -> None:
+    seen = []
 
-        assert before < 600
-        assert place.begun.index(INNOCENT) < before + 10 * BEGUN_PER_TURN
+    def count() -> None:
+        seen.append(len(place.begun))
+        if len(place.begun) < 300:
+            asyncio.get_running_loop().call_soon(count)
 
-    run(steps)
+    place.connect(FLOOD, 300)
+    count()
+    await until(lambda: len(place.begun) == 300)
 
-
-def test_turn_of_the_loop_begins_few_handshakes(run: Run) -> None:
-    async def steps(place: Place) -> None:
-        seen = []
-
-        def count() -> None:
-            seen.append(len(place.begun))
-            if len(place.begun) < 300:
-                asyncio.get_running_loop().call_soon(count)
-
-        place.connect(FLOOD, 300)
-        count()
-        await until(lambda: len(place.begun) == 300)
-
-        assert max(after - before for before, after in itertools.pairwise(seen)) <= BEGUN_PER_TURN
-
-    run(steps)
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= BEGUN_PER_TURN
 
 
-def test_oldest_handshake_of_the_busiest_address_is_cut_off(run: Run) -> None:
-    async def steps(place: Place) -> None:
-        place.connect(INNOCENT)
-        await until(lambda: place.begun == [INNOCENT])
-        place.connect(FLOOD, 400)
-        await until(lambda: len(place.begun) == 401)
-        await until(lambda: len(place.ended) == 401 - UNDER_WAY)
+async def test_oldest_handshake_of_the_busiest_address_is_cut_off(place: Place) -> None:
+    place.connect(INNOCENT)
+    await until(lambda: place.begun == [INNOCENT])
+    place.connect(FLOOD, 400)
+    await until(lambda: len(place.begun) == 401)
+    await until(lambda: len(place.ended) == 401 - UNDER_WAY)
 
-        assert INNOCENT not in place.ended
-        assert place.most < 2 * UNDER_WAY  # one that is cut off takes a few turns to end
-
-    run(steps)
+    assert INNOCENT not in place.ended
+    assert place.most < 2 * UNDER_WAY  # one that is cut off takes a few turns to end
 
 
-def test_longest_silent_of_too_many_connections_is_closed(run: Run) -> None:
-    async def steps(place: Place) -> None:
-        for _ in range(WAITING + 50):
-            place.connect(FLOOD, data=b"")
-            await asyncio.sleep(0)  # or the kernel's queue is full
-        place.connect(INNOCENT)
-        await until(lambda: place.begun == [INNOCENT])
-
-        assert place.find_closed() == list(range(51))
-
-    run(steps)
-
-
-def test_full_queue_drops_connections_of_the_busiest_address(run: Run) -> None:
-    async def steps(place: Place) -> None:
-        for _ in range(2):  # the line grows by twelve a turn
-            place.connect(FLOOD, 900)
-            await until(lambda: len(place.begun) > 900 // 16 * BEGUN_PER_TURN)
-        place.connect(INNOCENT)
-        await until(lambda: len(place.begun) > 1_300)
-
-        assert INNOCENT in place.begun
-        assert len(place.find_closed()) > len(place.ended) + 50
-
-    run(steps)
-
-
-def test_silent_connection_is_closed_after_its_time(run: Run) -> None:
-    async def steps(place: Place) -> None:
+async def test_longest_silent_of_too_many_connections_is_closed(place: Place) -> None:
+    for _ in range(WAITING + 50):
         place.connect(FLOOD, data=b"")
-        await until(lambda: place.find_closed() == [0])
+        await asyncio.sleep(0)  # or the kernel's queue is full
+    place.connect(INNOCENT)
+    await until(lambda: place.begun == [INNOCENT])
 
-        assert place.begun == []
+    assert place.find_closed() == list(range(51))
 
-    run(steps, 0.05)
+
+async def test_full_queue_drops_connections_of_the_busiest_address(place: Place) -> None:
+    for _ in range(2):  # the line grows by twelve a turn
+        place.connect(FLOOD, 900)
+        await until(lambda: len(place.begun) > 900 // 16 * BEGUN_PER_TURN)
+    place.connect(INNOCENT)
+    await until(lambda: len(place.begun) > 1_300)
+
+    assert INNOCENT in place.begun
+    assert len(place.find_closed()) > len(place.ended) + 50
+
+
+@pytest.mark.parametrize("place", [0.05], indirect=True)
+async def test_silent_connection_is_closed_after_its_time(place: Place) -> None:
+    place.connect(FLOOD, data=b"")
+    await until(lambda: place.find_closed() == [0])
+
+    assert place.begun == []
 
 
 @contextmanager
@@ -189,15 +159,14 @@ def few_files(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_acceptor_waits_for_file_descriptors(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    async def steps(place: Place) -> None:
-        with few_files(1):
-            place.connect(INNOCENT)
-            await until(lambda: "cannot accept connections" in caplog.messages)
-            assert place.begun == []
-        await until(lambda: place.begun == [INNOCENT])
-
-    run(steps)
+async def test_acceptor_waits_for_file_descriptors(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with few_files(1):
+        place.connect(INNOCENT)
+        await until(lambda: "cannot accept connections" in caplog.messages)
+        assert place.begun == []
+    await until(lambda: place.begun == [INNOCENT])
 
 
 def test_accepted_connections_have_nodelay() -> None:
@@ -210,14 +179,9 @@ def test_accepted_connections_have_nodelay() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
-def test_backlog_of_the_listening_socket_is_ours(run: Run) -> None:
+def test_backlog_of_the_listening_socket_is_ours(place: Place) -> None:
     most = int(Path("/proc/sys/net/core/somaxconn").read_text(encoding="ascii"))
 
-    async def steps(place: Place) -> None:
-        information = place.acceptor.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-        (backlog,) = struct.unpack_from(
-            "I", information, 28
-        )  # tcpi_sacked, which is the backlog of who listens
-        assert backlog == min(BACKLOG, most)
-
-    run(steps)
+    information = place.acceptor.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    # tcpi_sacked, which is the backlog of a listening socket
+    assert struct.unpack_from("I", information, 28) == (min(BACKLOG, most),)

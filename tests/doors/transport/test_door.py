@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ from tests.support.http2 import HELLO, frame
 from tests.support.http2 import headers as header_frame
 from tests.support.messages import headers
 from tests.support.service import make_service, sample
-from tests.support.transport import LOOPS
+
+pytestmark = pytest.mark.usefixtures("runner")
 
 PROCESS = f"/{EXT_PROC}/Process".encode()
 
@@ -64,7 +65,6 @@ class Client:
         self._received = b""
 
     def fill(self, data: bytes) -> int:
-        """Send what the kernel takes; returns how much that was."""
         sent = 0
         with contextlib.suppress(BlockingIOError):
             while sent < len(data):
@@ -72,7 +72,6 @@ class Client:
         return sent
 
     async def send(self, data: bytes) -> None:
-        """Send all of it."""
         await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(self.socket, data), PATIENCE)
 
     async def read(self) -> tuple[int, int, int, bytes] | None:
@@ -103,7 +102,6 @@ class Client:
         raise AssertionError("the connection was closed")
 
     async def read_all(self) -> None:
-        """Read until the other side hangs up."""
         while await self.read() is not None:
             pass
 
@@ -127,26 +125,23 @@ class Door:
         self._where = where
 
     def connect(self, data: bytes = HELLO) -> Client:
-        """A client that has sent these bytes."""
         client = Client(self._where)
         self.clients.append(client)
         assert client.fill(data) == len(data)
         return client
 
     async def greet(self, data: bytes = HELLO) -> Client:
-        """The same, once the server has read it."""
         client = self.connect(data)
         await client.read_until(http2.SETTINGS, 0, http2.ACK)
         return client
 
     async def innocent(self) -> None:
-        """Another client is served."""
         await self.connect(HELLO + check(1)).end(1)
 
 
 @asynccontextmanager
 # Of FastServer
-async def _door(service: Service | None, **more: Any) -> AsyncIterator[Door]:  # noqa: ANN401
+async def open_door(service: Service | None = None, **more: Any) -> AsyncIterator[Door]:  # noqa: ANN401
     health = Health()
     health.set(serving=True)
     server = FastServer(service or make_service(policy("p", ANY)), health, **more)
@@ -159,22 +154,11 @@ async def _door(service: Service | None, **more: Any) -> AsyncIterator[Door]:  #
         await server.stop(0)
 
 
-Run = Callable[..., None]
-
-
-@pytest.fixture(params=LOOPS)
-def run(request: pytest.FixtureRequest) -> Run:
-    def scenario(
-        steps: Callable[[Door], Awaitable[None]], service: Service | None = None, **more: object
-    ) -> None:
-        async def main() -> None:
-            async with _door(service, **more) as door:
-                await steps(door)
-
-        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
-            runner.run(main())
-
-    return scenario
+@pytest.fixture
+def door(runner: asyncio.Runner) -> Iterator[Door]:
+    opened = open_door()
+    yield runner.run(opened.__aenter__())
+    runner.run(opened.__aexit__(None, None, None))
 
 
 BUSY = {
@@ -184,10 +168,10 @@ BUSY = {
 
 
 @pytest.mark.parametrize("repeated", BUSY.values(), ids=BUSY.keys())
-def test_busy_connection_does_not_delay_others(run: Run, repeated: bytes) -> None:
+async def test_busy_connection_does_not_delay_others(repeated: bytes) -> None:
     work = Http2Limits().work
 
-    async def steps(door: Door) -> None:
+    async with open_door(limits=Http2Limits(patience=10 * work, patience_per_second=0)) as door:
         busy = door.connect(HELLO + opening(101))
         assert busy.fill(repeated * (3_000_000 // len(repeated))) > 50 * work * len(repeated)
         ended = asyncio.ensure_future(busy.goodbye())
@@ -197,14 +181,12 @@ def test_busy_connection_does_not_delay_others(run: Run, repeated: bytes) -> Non
         assert not ended.done()
         assert await ended == ENHANCE_YOUR_CALM  # after ten turns
 
-    run(steps, limits=Http2Limits(patience=10 * work, patience_per_second=0))
 
-
-def test_client_that_never_reads_is_no_longer_read(run: Run) -> None:
+async def test_client_that_never_reads_is_no_longer_read() -> None:
     service = make_service(policy("p", ANY, threshold_identical_requests=2, count_refused=True))
     requests = b"".join([opening(number) + ask(number) for number in range(1, 80_000, 2)])
 
-    async def steps(door: Door) -> None:
+    async with open_door(service) as door:
         mute = door.connect(
             HELLO + frame(http2.WINDOW_UPDATE, 0, 0, (2**31 - 65_536).to_bytes(4, "big"))
         )
@@ -223,14 +205,12 @@ def test_client_that_never_reads_is_no_longer_read(run: Run) -> None:
         assert not sending.done()
         sending.cancel()
 
-    run(steps, service)
 
-
-def test_messages_behind_a_held_call_are_bounded(run: Run) -> None:
+async def test_messages_behind_a_held_call_are_bounded() -> None:
     service = make_service(policy("p", ANY, action="throttle", threshold_identical_requests=2))
     pool = Pool(2**20)
 
-    async def steps(door: Door) -> None:
+    async with open_door(service, pool=pool) as door:
         client = door.connect(HELLO + b"".join(opening(number) + ask(number) for number in (1, 3)))
         await client.read_until(http2.DATA, 3)
         assert service.holds.held == 1
@@ -241,14 +221,12 @@ def test_messages_behind_a_held_call_are_bounded(run: Run) -> None:
         assert service.holds.held == pool.used == 0
         await door.innocent()
 
-    run(steps, service, pool=pool)
 
-
-def test_unfinished_messages_of_all_connections_are_bounded(run: Run) -> None:
+async def test_unfinished_messages_of_all_connections_are_bounded() -> None:
     pool = Pool(2**22)
     start = b"\0" + (60 * 2**20).to_bytes(4, "big")
 
-    async def steps(door: Door) -> None:
+    async with open_door(pool=pool) as door:
         for _ in range(20):
             greedy = door.connect()
             for number in range(1, 200, 2):
@@ -263,25 +241,20 @@ def test_unfinished_messages_of_all_connections_are_bounded(run: Run) -> None:
         await innocent.end(1)
         assert 0 < pool.used < pool.limit
 
-    run(steps, pool=pool)
 
+async def test_health_watches_of_a_connection_are_bounded(door: Door) -> None:
+    client = door.connect()
+    for number in range(1, 202, 2):
+        await client.send(opening(number, f"/{HEALTH}/Watch".encode()) + message(number, b""))
 
-def test_health_watches_of_a_connection_are_bounded(run: Run) -> None:
-    async def steps(door: Door) -> None:
-        client = door.connect()
-        for number in range(1, 202, 2):
-            await client.send(opening(number, f"/{HEALTH}/Watch".encode()) + message(number, b""))
-
-        await client.end(201, 8)
-        await client.send(check(203))
-        await client.end(203)
-
-    run(steps)
+    await client.end(201, 8)
+    await client.send(check(203))
+    await client.end(203)
 
 
 @pytest.mark.parametrize("said", [b"", HELLO[:-1]])
-def test_connection_without_a_whole_greeting_is_closed(run: Run, said: bytes) -> None:
-    async def steps(door: Door) -> None:
+async def test_connection_without_a_whole_greeting_is_closed(said: bytes) -> None:
+    async with open_door(hello_seconds=0.2) as door:
         half, whole = door.connect(said), door.connect()
 
         await half.read_all()
@@ -289,19 +262,14 @@ def test_connection_without_a_whole_greeting_is_closed(run: Run, said: bytes) ->
         await whole.send(check(1))
         await whole.end(1)
 
-    run(steps, hello_seconds=0.2)
 
-
-def test_logs_of_protocol_errors_are_rate_limited(
-    run: Run, caplog: pytest.LogCaptureFixture
+async def test_logs_of_protocol_errors_are_rate_limited(
+    door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    async def steps(door: Door) -> None:
-        for _ in range(300):
-            await door.connect(b"GET / HTTP/1.1\r\n\r\n").read_all()
-
-    run(steps)
+    for _ in range(300):
+        await door.connect(b"GET / HTTP/1.1\r\n\r\n").read_all()
 
     lines = [record for record in caplog.records if "protocol error" in record.getMessage()]
     assert 0 < len(lines) < 150
@@ -322,20 +290,17 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_attack_ends_only_its_own_connection(run: Run, attack: bytes) -> None:
-    async def steps(door: Door) -> None:
-        innocent, hostile = door.connect(HELLO + opening(1)), door.connect()
-        with contextlib.suppress(ConnectionError):  # it is closed before all is sent
-            await hostile.send(attack)
+async def test_attack_ends_only_its_own_connection(door: Door, attack: bytes) -> None:
+    innocent, hostile = door.connect(HELLO + opening(1)), door.connect()
+    with contextlib.suppress(ConnectionError):  # it is closed before all is sent
+        await hostile.send(attack)
 
-        assert await hostile.goodbye() == ENHANCE_YOUR_CALM
-        await innocent.send(ask(1))
-        await innocent.end(1)
-
-    run(steps)
+    assert await hostile.goodbye() == ENHANCE_YOUR_CALM
+    await innocent.send(ask(1))
+    await innocent.end(1)
 
 
-def test_metadata_of_any_bytes_is_accepted(run: Run) -> None:
+async def test_metadata_of_any_bytes_is_accepted(door: Door) -> None:
     pairs = (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -344,14 +309,11 @@ def test_metadata_of_any_bytes_is_accepted(run: Run) -> None:
     )
     odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
 
-    async def steps(door: Door) -> None:
-        await door.connect(HELLO + header_frame(1, pairs=(*pairs, *odd)) + ask(1)).end(1)
-
-    run(steps)
+    await door.connect(HELLO + header_frame(1, pairs=(*pairs, *odd)) + ask(1)).end(1)
 
 
-def test_longest_idle_of_too_many_connections_is_closed(run: Run) -> None:
-    async def steps(door: Door) -> None:
+async def test_longest_idle_of_too_many_connections_is_closed() -> None:
+    async with open_door(make_service(policy("p", ANY), max_connections=5)) as door:
         live = await door.greet(HELLO + opening(1))
         idle = [await door.greet() for _ in range(4)]
         before = asyncio.get_running_loop().time()
@@ -373,11 +335,9 @@ def test_longest_idle_of_too_many_connections_is_closed(run: Run) -> None:
         await live.send(ask(1))
         await live.end(1)
 
-    run(steps, make_service(policy("p", ANY), max_connections=5))
 
-
-def test_calls_begun_after_goaway_are_answered(run: Run) -> None:
-    async def steps(door: Door) -> None:
+async def test_calls_begun_after_goaway_are_answered() -> None:
+    async with open_door(make_service(policy("p", ANY), max_connections=1)) as door:
         old = await door.greet()
         await door.innocent()
         await old.goodbye()
@@ -388,11 +348,9 @@ def test_calls_begun_after_goaway_are_answered(run: Run) -> None:
 
         await old.end(1)
 
-    run(steps, make_service(policy("p", ANY), max_connections=1))
 
-
-def test_new_connection_is_refused_where_all_are_busy(run: Run) -> None:
-    async def steps(door: Door) -> None:
+async def test_new_connection_is_refused_where_all_are_busy() -> None:
+    async with open_door(make_service(policy("p", ANY), max_connections=2)) as door:
         live = [
             await door.greet(HELLO + opening(1)) for _ in range(3)
         ]  # one more than the bound makes room for
@@ -401,5 +359,3 @@ def test_new_connection_is_refused_where_all_are_busy(run: Run) -> None:
         for client in live:
             await client.send(ask(1))
             await client.end(1)
-
-    run(steps, make_service(policy("p", ANY), max_connections=2))

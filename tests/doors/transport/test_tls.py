@@ -8,7 +8,7 @@ import datetime as dt
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ from tests.support.harness import (
 from tests.support.http2 import HELLO
 from tests.support.messages import headers
 from tests.support.service import make_service, sample
-from tests.support.transport import LOOPS, TRANSPORTS
+from tests.support.transport import TRANSPORTS
 
 SERVER = "guard.example"
 ENVOY = "spiffe://cluster.local/ns/gateways/sa/envoy"
@@ -80,7 +80,6 @@ def issue(
     trusting: trustme.CA = AUTHORITY,
     **more: Any,  # noqa: ANN401  # of issue_cert
 ) -> Files:
-    """Write a certificate, as a rotation by renaming does it."""
     folder.mkdir(exist_ok=True)
     made = by.issue_cert(*names, **more)
     chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
@@ -377,34 +376,19 @@ class Door(NamedTuple):
             return await call.code()
 
 
-@pytest.fixture(params=TRANSPORTS)
-def at_door(
-    request: pytest.FixtureRequest, folder: Path
-) -> Callable[[Callable[[Door], Awaitable[None]]], None]:
-    """Run a scenario against each transport, which lets in `ENVOY` and `10.0.0.1` of AUTHORITY."""
-
-    def scenario(steps: Callable[[Door], Awaitable[None]]) -> None:
-        async def run() -> None:
-            service, health = make_service(policy("all", ANY)), Health()
-            server = TRANSPORTS[request.param](service, health)
-            chosen = read_settings(
-                of_server(issue(folder / "server", SERVER), ENVOY, "10.0.0.1"), {}
-            )
-            where = await server.start(
-                parse_address("127.0.0.1:0"), Certificates(chosen, service.metrics)
-            )
-            health.set(serving=True)
-            try:
-                await steps(Door(int(where.rpartition(":")[2]), service, request.param == "fast"))
-            finally:
-                await server.stop(0)
-
-        asyncio.run(run())
-
-    return scenario
-
-
-AtDoor = Callable[[Callable[[Door], Awaitable[None]]], None]
+@contextlib.asynccontextmanager
+async def open_door(transport: str, folder: Path) -> AsyncIterator[Door]:
+    """A transport that lets in `ENVOY` and `10.0.0.1` of AUTHORITY."""
+    service, health = make_service(policy("all", ANY)), Health()
+    server = TRANSPORTS[transport](service, health)
+    chosen = read_settings(of_server(issue(folder / "server", SERVER), ENVOY, "10.0.0.1"), {})
+    certificates = Certificates(chosen, service.metrics)
+    where = await server.start(parse_address("127.0.0.1:0"), certificates)
+    health.set(serving=True)
+    try:
+        yield Door(int(where.rpartition(":")[2]), service, transport == "fast")
+    finally:
+        await server.stop(0)
 
 
 def credentials_of(files: Files | None) -> grpc.ChannelCredentials:
@@ -437,14 +421,13 @@ REFUSED: dict[str, tuple[Callable[[Path], grpc.ChannelCredentials | None], str]]
 
 
 @pytest.mark.parametrize("who", REFUSED)
-def test_only_named_clients_of_the_authority_are_answered(
-    at_door: AtDoor, folder: Path, who: str, caplog: pytest.LogCaptureFixture
+async def test_only_named_clients_of_the_authority_are_answered(
+    transport: str, folder: Path, who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The `fast` transport counts and logs the others."""
     caplog.set_level("INFO")
     show, logged = REFUSED[who]
-
-    async def steps(door: Door) -> None:
+    async with open_door(transport, folder) as door:
         status = await door.ask(show(folder))
 
         # A client that is refused while it still sends may report the end of the stream as
@@ -464,22 +447,17 @@ def test_only_named_clients_of_the_authority_are_answered(
             assert await door.ask(credentials_of(issue_client(folder, name))) is grpc.StatusCode.OK
             assert counted(door) == number
 
-    at_door(steps)
 
-
-def test_client_without_alpn_h2_is_refused(at_door: AtDoor, folder: Path) -> None:
-    async def steps(door: Door) -> None:
+async def test_client_without_alpn_h2_is_refused(transport: str, folder: Path) -> None:
+    async with open_door(transport, folder) as door:
         client = client_context(issue_client(folder, ENVOY))
-        with contextlib.suppress(
-            OSError
-        ):  # TLS 1.3: the client is done before the server has looked
+        # TLS 1.3: the client is done before the server has looked
+        with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", door.port, ssl=client, server_hostname=SERVER
             )
             assert await reader.read() == b""
             writer.close()
-
-    at_door(steps)
 
 
 def client_context(files: Files | None) -> ssl.SSLContext:
@@ -490,27 +468,17 @@ def client_context(files: Files | None) -> ssl.SSLContext:
     return made
 
 
-@pytest.mark.parametrize("new_loop", LOOPS.values(), ids=LOOPS)
-def test_stalled_handshake_is_ended(
-    folder: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    async def run() -> None:
-        server = FastServer(make_service(policy("all", ANY)), Health(), hello_seconds=0.05)
-        where = await server.start(
-            parse_address("127.0.0.1:0"), load(issue(folder / "server", SERVER))
-        )
-        for said in (b"", b"\x16\x03\x01\x02\x00"):
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", int(where.rpartition(":")[2])
-            )
-            writer.write(said)
-            async with asyncio.timeout(PATIENCE):
-                assert await reader.read() == b""
-            writer.close()
-        await server.stop(0)
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(run())
+@pytest.mark.usefixtures("runner")
+async def test_stalled_handshake_is_ended(folder: Path) -> None:
+    server = FastServer(make_service(policy("all", ANY)), Health(), hello_seconds=0.05)
+    where = await server.start(parse_address("127.0.0.1:0"), load(issue(folder / "server", SERVER)))
+    for said in (b"", b"\x16\x03\x01\x02\x00"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(where.rpartition(":")[2]))
+        writer.write(said)
+        async with asyncio.timeout(PATIENCE):
+            assert await reader.read() == b""
+        writer.close()
+    await server.stop(0)
 
 
 # ---- A running Loopguard, and Envoy

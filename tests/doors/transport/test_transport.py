@@ -30,7 +30,7 @@ from tests.support.envoy_logs import log
 from tests.support.harness import PATIENCE
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, make_service, sample
-from tests.support.transport import TRANSPORTS, Run, Running, open_running, until
+from tests.support.transport import TRANSPORTS, Running, open_running, until
 
 
 # Grpc is untyped
@@ -45,8 +45,10 @@ async def _exchange(call: Any, *messages: Any) -> list[str | None]:  # noqa: ANN
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_call_is_answered_and_ended_with_ok(run: Run, later: bool) -> None:
-    async def steps(made: Running) -> None:
+async def test_call_is_answered_and_ended_with_ok(transport: str, later: bool) -> None:
+    async with open_running(
+        transport, make_service(policy("p", ANY), store=FailingStore("never", later=later))
+    ) as made:
         call = made.process()
         kinds = await _exchange(call, headers(), body(b"x" * 100_000))
 
@@ -55,12 +57,12 @@ def test_call_is_answered_and_ended_with_ok(run: Run, later: bool) -> None:
         assert await call.code() is grpc.StatusCode.OK
         assert made.service.streams == 0
 
-    run(make_service(policy("p", ANY), store=FailingStore("never", later=later)), steps)
-
 
 @pytest.mark.parametrize("later", [False, True])
-def test_streamed_messages_are_answered_in_order(run: Run, later: bool) -> None:
-    async def steps(made: Running) -> None:
+async def test_streamed_messages_are_answered_in_order(transport: str, later: bool) -> None:
+    async with open_running(
+        transport, make_service(policy("p", ANY), store=FailingStore("never", later=later))
+    ) as made:
         call = made.process()
         for message in (
             headers(mode="STREAMED"),
@@ -76,11 +78,9 @@ def test_streamed_messages_are_answered_in_order(run: Run, later: bool) -> None:
         assert answers == ["request_headers", *["request_body"] * 3]
         assert await call.code() is grpc.StatusCode.OK
 
-    run(make_service(policy("p", ANY), store=FailingStore("never", later=later)), steps)
 
-
-def test_half_closed_call_is_ended_with_ok(run: Run) -> None:
-    async def steps(made: Running) -> None:
+async def test_half_closed_call_is_ended_with_ok(transport: str) -> None:
+    async with open_running(transport) as made:
         call = made.process()
         await _exchange(call, headers())
         await call.done_writing()
@@ -89,11 +89,9 @@ def test_half_closed_call_is_ended_with_ok(run: Run) -> None:
         assert await call.code() is grpc.StatusCode.OK
         assert made.service.streams == 0
 
-    run(make_service(policy("p", ANY)), steps)
 
-
-def test_waiting_upload_makes_room_for_a_new_call(run: Run) -> None:
-    async def steps(made: Running) -> None:
+async def test_waiting_upload_makes_room_for_a_new_call(transport: str) -> None:
+    async with open_running(transport, make_service(policy("p", ANY), max_streams=1)) as made:
         stalled = made.process()
         await _exchange(stalled, headers())
         newcomer = made.process()
@@ -108,11 +106,9 @@ def test_waiting_upload_makes_room_for_a_new_call(run: Run) -> None:
         assert await stalled.code() is grpc.StatusCode.OK
         assert made.service.streams == made.service.given_up == 0
 
-    run(make_service(policy("p", ANY), max_streams=1), steps)
 
-
-def test_garbage_is_an_invalid_argument(run: Run) -> None:
-    async def steps(made: Running) -> None:
+async def test_garbage_is_an_invalid_argument(transport: str) -> None:
+    async with open_running(transport, make_service(policy("p", {"pathExact": "/x"}))) as made:
         call = made.process()
         await call.write(b"\xff\xff\xff")
 
@@ -121,13 +117,11 @@ def test_garbage_is_an_invalid_argument(run: Run) -> None:
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await _exchange(made.process(), headers("/other")) == ["request_headers"]
 
-    run(make_service(policy("p", {"pathExact": "/x"})), steps)
 
-
-def test_large_metadata_and_scopes_arrive(run: Run) -> None:
+async def test_large_metadata_and_scopes_arrive(transport: str) -> None:
     service = make_service(policy("p", ANY, threshold_identical_requests=2))
 
-    async def steps(made: Running) -> None:
+    async with open_running(transport, service) as made:
         kinds = [
             (await _exchange(made.process(metadata=metadata), headers(end=True)))[0]
             for metadata in (
@@ -139,11 +133,9 @@ def test_large_metadata_and_scopes_arrive(run: Run) -> None:
 
         assert kinds == ["request_headers", "request_headers", "immediate_response"]
 
-    run(service, steps)
 
-
-def test_health_is_checked_and_watched(run: Run) -> None:
-    async def steps(made: Running) -> None:
+async def test_health_is_checked_and_watched(transport: str) -> None:
+    async with open_running(transport) as made:
         assert (await made.check()).status == HealthCheckResponse.SERVING
         assert (await made.check(EXT_PROC)).status == HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
@@ -160,11 +152,11 @@ def test_health_is_checked_and_watched(run: Run) -> None:
             await made.server.stop(PATIENCE)  # not delayed by a watch
         assert await watch.code() is grpc.StatusCode.UNAVAILABLE
 
-    run(make_service(policy("p", ANY)), steps)
-
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_reservation_of_a_held_request_ends_if_client_leaves(run: Run, leaves: bool) -> None:
+async def test_reservation_of_a_held_request_ends_if_client_leaves(
+    transport: str, leaves: bool
+) -> None:
     held = policy("p", ANY, action="throttle", threshold_identical_requests=2, max_delay_ms=30_000)
     held["spec"] |= {
         "session": {"keys": ["header:x-session-id"]},
@@ -177,7 +169,7 @@ def test_reservation_of_a_held_request_ends_if_client_leaves(run: Run, leaves: b
     def reserved() -> int:
         return service.reporter.sessions.copy()[0].standing.reserved
 
-    async def steps(made: Running) -> None:
+    async with open_running(transport, service) as made:
         await _exchange(made.process(), *messages)
         once = reserved()
         assert once > 0
@@ -193,32 +185,24 @@ def test_reservation_of_a_held_request_ends_if_client_leaves(run: Run, leaves: b
             await until(lambda: service.holds.held == 0)
             assert reserved() == 2 * once
 
-    run(service, steps)
 
-
-def test_unknown_method_is_unimplemented(run: Run) -> None:
-    async def steps(made: Running) -> None:
+async def test_unknown_method_is_unimplemented(transport: str) -> None:
+    async with open_running(transport) as made:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await made.channel.unary_unary("/loopguard.test.Unknown/Method")(b"x", timeout=PATIENCE)
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
-    run(make_service(policy("p", ANY)), steps)
 
-
-def test_stop_ends_open_calls_with_ok() -> None:
+async def test_stop_ends_open_calls_with_ok() -> None:
     """Envoy lets their requests through then."""
+    async with open_running("fast") as made:
+        call = made.process()
+        await _exchange(call, headers())
+        await made.server.stop(0)
 
-    async def main() -> None:
-        async with open_running("fast", make_service(policy("p", ANY))) as made:
-            call = made.process()
-            await _exchange(call, headers())
-            await made.server.stop(0)
-
-            assert await call.read() is grpc.aio.EOF
-            assert await call.code() is grpc.StatusCode.OK
-            assert made.service.streams == 0
-
-    asyncio.run(main())
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        assert made.service.streams == 0
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -253,27 +237,12 @@ H2SPEC_FAILURES = 2
     H2SPEC is None,
     reason="h2spec is not installed (go install github.com/summerwind/h2spec/cmd/h2spec@latest)",
 )
-def test_h2spec() -> None:
-    async def main() -> str:
-        async with open_running("fast", make_service(policy("p", ANY))) as made:
-            host, _, port = made.where.rpartition(":")
-            run = await asyncio.create_subprocess_exec(
-                str(H2SPEC),
-                "-h",
-                host,
-                "-p",
-                port,
-                "-o",
-                "2",
-                "generic",
-                "http2",
-                "hpack",
-                stdout=subprocess.PIPE,
-            )
-            output, _ = await run.communicate()
-            return output.decode()
-
-    output = asyncio.run(main())
+async def test_h2spec() -> None:
+    async with open_running("fast") as made:
+        host, _, port = made.where.rpartition(":")
+        command = f"{H2SPEC} -h {host} -p {port} -o 2 generic http2 hpack"
+        run = await asyncio.create_subprocess_exec(*command.split(), stdout=subprocess.PIPE)
+        output = (await run.communicate())[0].decode()
 
     assert (
         f"145 tests, {145 - H2SPEC_FAILURES} passed, 0 skipped, {H2SPEC_FAILURES} failed" in output
@@ -300,8 +269,8 @@ def _join(answers: Sequence[ProcessingResponse]) -> bytes:
     )
 
 
-def test_full_duplex_body_comes_back_whole(run: Run) -> None:
-    async def steps(running: Running) -> None:
+async def test_full_duplex_body_comes_back_whole(transport: str) -> None:
+    async with open_running(transport) as running:
         chunks = [body(bytes([number]) * 50_000, end=False) for number in range(30)]
         passed = [
             await converse(running, headers(mode=DUPLEX), *chunks, TRAILERS) for _ in range(2)
@@ -320,11 +289,9 @@ def test_full_duplex_body_comes_back_whole(run: Run) -> None:
         await until(lambda: running.service.streams == 0)
         assert running.service.kept.bytes == 0
 
-    run(make_service(policy("p", ANY)), steps)
 
-
-def test_given_up_body_is_sent_at_once(run: Run) -> None:
-    async def steps(running: Running) -> None:
+async def test_given_up_body_is_sent_at_once(transport: str) -> None:
+    async with open_running(transport) as running:
         call = running.process()
         await call.write(headers(mode=DUPLEX).SerializeToString())
         await call.write(body(b"a" * 100_000, end=False).SerializeToString())
@@ -344,11 +311,9 @@ def test_given_up_body_is_sent_at_once(run: Run) -> None:
         assert running.service.kept.bytes == 0
         assert sample(running.service, "uncounted_total", policy="p", reason="shutdown") == 1
 
-    run(make_service(policy("p", ANY)), steps)
 
-
-def test_cancelled_call_frees_its_body(run: Run) -> None:
-    async def steps(running: Running) -> None:
+async def test_cancelled_call_frees_its_body(transport: str) -> None:
+    async with open_running(transport) as running:
         call = running.process()
         await call.write(headers(mode=DUPLEX).SerializeToString())
         await call.write(body(b"a" * 100_000, end=False).SerializeToString())
@@ -360,8 +325,6 @@ def test_cancelled_call_frees_its_body(run: Run) -> None:
         assert running.service.kept.bytes == len(running.service.waiting) == 0
         assert sample(running.service, "uncounted_total", policy="p", reason="aborted") == 1
 
-    run(make_service(policy("p", ANY)), steps)
-
 
 # ---- Envoy's access log
 
@@ -370,12 +333,12 @@ def _open(made: Running) -> Any:  # noqa: ANN401  # grpc is untyped
     return made.channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")(timeout=PATIENCE)
 
 
-def test_entries_of_one_call_are_taken(run: Run) -> None:
+async def test_entries_of_one_call_are_taken(transport: str) -> None:
     service = make_service(policy("p", ANY))
     taken: list[Entry] = []
     service.access_log = AccessLog(taken.append, service.metrics)
 
-    async def steps(made: Running) -> None:
+    async with open_running(transport, service) as made:
         call = _open(made)
         await call.write(log({}, {"status": 201}))
         await call.write(log({"status": 202}))
@@ -385,27 +348,21 @@ def test_entries_of_one_call_are_taken(run: Run) -> None:
         assert await call.code() is grpc.StatusCode.OK
         assert [entry.status for entry in taken] == [200, 201, 202]
 
-    run(service, steps)
 
-
-def test_garbage_ends_only_its_own_call(run: Run) -> None:
-    async def steps(made: Running) -> None:
+async def test_garbage_ends_only_its_own_call(transport: str) -> None:
+    async with open_running(transport) as made:
         call = _open(made)
         await call.write(b"\xff\xff")
 
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await made.check()).status == 1
 
-    run(make_service(policy("p", ANY)), steps)
 
-
-def test_stop_does_not_wait_for_access_logs(run: Run) -> None:
-    async def steps(made: Running) -> None:
+async def test_stop_does_not_wait_for_access_logs(transport: str) -> None:
+    async with open_running(transport) as made:
         call = _open(made)
         await call.write(log({}))
         await until(lambda: sample(made.service, "access_log_entries_total", result="taken") > 0)
         async with asyncio.timeout(PATIENCE / 2):
             await made.server.stop(PATIENCE)
         assert await call.code() == grpc.StatusCode.OK
-
-    run(make_service(policy("p", ANY)), steps)
