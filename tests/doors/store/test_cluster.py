@@ -22,7 +22,7 @@ from extproc.store.topology import ClusterLayout, spread_tags
 from tests.support.harness import eventually
 from tests.support.ledger import NO_LIMITS, limit, make_step, settle_step
 from tests.support.records import replace
-from tests.support.servers import ACL, Driver, Server, cluster, sentinels, server
+from tests.support.servers import ACL, Driver, Server, cluster, sentinels
 from tests.support.windows import WINDOW_TYPES, make_hit, make_push
 
 SECRET = "hunter2"
@@ -300,21 +300,6 @@ def test_documents_of_other_shards_stay_available(three: list[Server]) -> None:
 
         assert error.value.kind == "unavailable"
         assert driver.read(ORDERS, names[1]) == {"a": b"x"}
-
-
-def test_unreachable_cluster_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "loopguard")
-    with server() as gone:
-        pass
-    with Driver(f"redis+cluster://{gone.address}") as driver:
-        assert driver.store.health().startswith(
-            f"unavailable: no node of the cluster answers: {gone.address}: "
-        )
-        assert driver.metric("store_up", shard="unassigned") == 0
-        assert set(count_each(driver, ["a:00", "b:0f"])) == {"unavailable"}
-    assert [record.message for record in caplog.records] == [
-        "store unavailable, each replica counts separately"
-    ]
 
 
 def test_cluster_node_as_a_single_server_is_explained(six: list[Server]) -> None:

@@ -111,16 +111,6 @@ def share(key: HashKey, store: SharedStore) -> KeySharing:
     return sharing
 
 
-def test_replicas_use_the_key_of_the_first() -> None:
-    first, second, store = HashKey(), HashKey(), SharedStore()
-    given = first.secret
-
-    for key in (first, second):
-        share(key, store)
-
-    assert first.secret == second.secret == given
-
-
 def test_unavailable_store_is_reported_once_and_asked_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1329,12 +1329,21 @@ def test_busy_event_loop_is_no_outage(one: Server, client: str) -> None:
         assert driver.store.health() == "ok"
 
 
-def test_store_starts_without_a_server(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("form", "start"),
+    [
+        ("redis://{}", "unavailable: {}: "),
+        ("redis+cluster://{}", "unavailable: no node of the cluster answers: {}: "),
+    ],
+)
+def test_store_starts_without_a_server(
+    form: str, start: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with server() as gone:
         pass
 
-    with Driver(f"redis://{gone.address}") as driver:
-        assert driver.store.health().startswith("unavailable: 127.0.0.1:")
+    with Driver(form.format(gone.address)) as driver:
+        assert driver.store.health().startswith(start.format(gone.address))
         assert driver.refuse()
 
     assert [record.message for record in caplog.records] == [
