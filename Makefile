@@ -182,7 +182,7 @@ bench: $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in o
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
 
 LABELLED := .venv/labelled.ndjson
-precision: .venv/test.stamp ## the preset's accuracy on labelled conversations: a generated set, or LABELLED=FILE (flags: ARGS='--help')
+precision: .venv/test.stamp ## the accuracy of the preset and of other programs' rules, on a generated set or LABELLED=FILE (flags: ARGS='--help')
 	@$(BIN)/python -m tests.support.labelled > .venv/labelled.ndjson
 	@$(BIN)/python -m tests.bench.precision $(ARGS) $(LABELLED)
 

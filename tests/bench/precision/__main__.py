@@ -8,9 +8,15 @@ The conversation is `messages`, `input` (Responses), `contents` (Gemini), `steps
 (a list of bodies as sent), or `file`, a path to one of these. Other keys of the body, such as
 `tools`, can stand beside it.
 
+Label a conversation by reading all of it, before anything has judged it. A loop is an agent that
+repeats itself and learns nothing new, even if it recovers later; it begins with the first answer
+that later ones repeat. Polling, queues, and a person who asks again are no loops. Leave unclear
+ones in, as null: they count for nothing.
+
 Each conversation is replayed as a caller of its own, one request for each answer. The policies
-judge all of them, whatever their selectors. The table has two rows for each detector, for
-conversations acted on and for refused ones:
+judge all of them, whatever their selectors, and so do the rules of other programs (`others`), which
+`tests/bench/precision/others.py` explains. The table has two rows for each detector or rule, for
+conversations acted on and for refused or ended ones:
 
 - loops found: requests must show some of the loop; earlier ones are `too early`
 - others: conversations without a loop
@@ -18,7 +24,7 @@ conversations acted on and for refused ones:
 - turns: of the loop before the first action, the median and the most
 - spared: share of the bytes of loops, from the first refusal on
 
-`--json` also lists what is wrong or missed.
+`--json` also lists what is found, wrong or missed, and the requests.
 
 exit code: 0 all lines were judged, 1 some cannot be used, or none can, 2 usage
 """

@@ -21,11 +21,14 @@ from extproc.decision import Action
 from extproc.engine.recording import VERSION
 from extproc.policy.loader import PolicySet
 from tests.bench.precision.conversations import Label, Labelled
+from tests.bench.precision.others import RULES, apply_rules
 
 # Any action, and the strictest.
 LEVELS = ("acted on", "refused")
 
 ALL_DETECTORS = "all"
+OTHERS = "others"
+"""Stands for a policy: its detectors are the rules of other programs."""
 
 _Z = 1.959964
 _BEGIN_MS = 1_700_000_000_000
@@ -95,6 +98,8 @@ class Precision:
             for name in [*names, ALL_DETECTORS] if len(names) > 1 else names:
                 self.settings[policy.id, name] = Setting(policy.id, name)
             self._sources += policy.spec.list_sources()
+        for name in RULES:
+            self.settings[OTHERS, name] = Setting(OTHERS, name)
         self._judge = judge
         self._step_ms = round(seconds * 1000)
         self._now = _BEGIN_MS
@@ -103,6 +108,7 @@ class Precision:
         touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {
             key: ([], []) for key in self.settings
         }
+        _note_others(touched, conversation.bodies)
         for number, body in enumerate(conversation.bodies, 1):
             self._now += self._step_ms
             found = self._judge.judge(self._record(f"{place}", conversation, body))
@@ -148,6 +154,13 @@ class Precision:
             claims=claims,
         )
         return Recorded(self._now, record, partial=False, content=body, sums=None)
+
+
+def _note_others(
+    touched: dict[tuple[str, str], tuple[list[int], list[int]]], bodies: Sequence[bytes]
+) -> None:
+    for name, number, ends in apply_rules(bodies):
+        _note(touched[OTHERS, name], number, refused=ends)
 
 
 def _note(touched: tuple[list[int], list[int]], number: int, *, refused: bool) -> None:
@@ -201,6 +214,7 @@ def _summarize_level(judged: Sequence[Judged], level: int) -> dict[str, Any]:
         "turns": {"median": median(turns), "longest": turns[-1]} if turns else None,
         "bytes_of_loops": spared / max(1, sum(sum(each.sizes) for each in loops)),
         "bytes_of_all": spared / max(1, sum(sum(each.sizes) for each in judged)),
+        "found": [_name(each, number) for each, number in hit],
         "wrong": [_name(each, each.touched[level][0]) for each in [*wrong, *early]],
         "missed": [_name(each, 0) for each in loops if not each.find_hit(level)],
     }
