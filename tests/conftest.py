@@ -7,6 +7,7 @@ import logging
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--build", choices=["sources", "compiled"], help="only what `make test` runs on this build"
     )
+    parser.addoption("--cases", type=int, help="only this number of cases of each test")
 
 
 @cache
@@ -154,15 +156,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     items.sort(
         key=lambda item: not item.nodeid.startswith("tests/doors/store/")
     )  # those wait longest, so not last
-    build = config.getoption("--build")
-    if not build:
-        return
+    build, cases = config.getoption("--build"), config.getoption("--cases")
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
+    seen = Counter[str]()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         builds = {"sources", "compiled"} & marks or find_builds(item.path)
-        (kept if build in builds else left).append(item)
+        test = item.nodeid.partition("[")[0]
+        seen[test] += 1
+        runs = (not build or build in builds) and (not cases or seen[test] <= cases)
+        (kept if runs else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 

@@ -78,6 +78,7 @@ def test_shares_are_half_of_the_limit() -> None:
     assert small.describe() == "64 MiB of 128 (a): counts 32, messages 16, tables 16"
 
 
+@pytest.mark.slow
 def test_store_drops_entries_beyond_its_bytes() -> None:
     store = MemoryStore(Metrics(), max_bytes=2**20)
     for number in range(8_000):

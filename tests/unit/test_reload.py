@@ -755,6 +755,7 @@ def test_watch_follows_a_config_map(place: Place, name: str) -> None:
     watch(place, scenario())
 
 
+@pytest.mark.slow
 def test_watch_follows_every_way_a_file_changes(place: Place, other: Path) -> None:
     place.write(p=guard("a"))
     place.start()

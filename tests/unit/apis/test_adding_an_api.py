@@ -120,6 +120,7 @@ def test_conversation_of_new_api_is_read_and_steered(seen: Seen) -> None:
     )
 
 
+@pytest.mark.slow
 def test_refusals_have_shape_of_new_api(seen: Seen) -> None:
     refused = json.loads(seen["refused"]["refused"])
     assert refused.keys() == {"oops", "to"}

@@ -348,6 +348,7 @@ _KEYS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(
     st.lists(_PIECES).map("".join),
     st.dictionaries(_KEYS, _JSON).map(lambda sent: json.dumps(sent).encode())
@@ -395,6 +396,7 @@ def read_answer(framed: Framed | None) -> Any:  # noqa: ANN401  # JSON
     return json.loads(framed.body)
 
 
+@pytest.mark.slow
 def test_chat_completion_is_valid_to_the_sdk() -> None:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -465,6 +467,7 @@ def test_anthropic_message_is_valid_to_the_sdk() -> None:
     assert events[-1].type == "message_stop"
 
 
+@pytest.mark.slow
 def test_gemini_content_is_valid_to_the_sdk() -> None:
     from google.genai.types import GenerateContentResponse
 
@@ -489,6 +492,7 @@ def test_anthropic_on_bedrock_is_answered_in_its_format() -> None:
     assert complete(f"{path}-with-response-stream", b"{}") is None
 
 
+@pytest.mark.slow
 def test_ollama_answer_is_streamed_by_default() -> None:
     import ollama
 

@@ -267,6 +267,7 @@ def test_arguments_in_a_string_are_compared_by_meaning(one: str, rest: str, same
     assert (write_canonical(read_arguments(one)) == write_canonical(read_arguments(rest))) is same
 
 
+@pytest.mark.slow
 @given(VALUES, st.data())
 def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
     """OpenAI's arguments, a string of JSON, equal Anthropic's, which are JSON."""

@@ -163,6 +163,7 @@ def put_each(value: object, note: str = "#") -> list[bytes]:
     return bodies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", VALIDATORS)
 @settings(max_examples=examples(30))
 @given(st.data())

@@ -83,6 +83,7 @@ _SCREENS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("screen", _SCREENS.values(), ids=_SCREENS)
 def test_screenshots_are_part_of_results(screen: tuple[str, str, list[Any], Turn]) -> None:
     assert set(_judge(*screen, _WORDS)) == {"allow"}
@@ -124,6 +125,7 @@ _ASKED = {"role": "user", "content": "Check the queue."}
 _SAID = {"role": "assistant", "content": [{"type": "output_text", "text": "Nothing new."}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", _HOSTED)
 def test_results_of_hosted_tools_are_compared(kind: str) -> None:
     def write(value: str, number: int) -> list[dict[str, Any]]:

@@ -317,6 +317,7 @@ def test_log_without_requests_fails(log: bytes, said: str, replay: Callable[...,
     assert said in found.error
 
 
+@pytest.mark.slow
 def test_truncated_gzip_is_replayed_up_to_the_cut(replay: Callable[..., Replayed]) -> None:
     packed = gzip.compress(
         write_lines(

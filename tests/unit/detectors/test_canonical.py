@@ -292,6 +292,7 @@ def test_ignored_fields_are_not_compared(ignored: str, one: str, other: str, sam
     assert (compared(one, ignored) == compared(other, ignored)) is same
 
 
+@pytest.mark.slow
 @given(VALUES, SCALARS, st.data())
 def test_pointer_ignores_exactly_its_place(value: Any, leaf: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
     place, changed = (data.draw(st.sampled_from(leaves(value))) for _ in range(2))

@@ -38,6 +38,7 @@ def ask_each(turns: list[Turn], shape: str = "chat", **keys: object) -> list[Tol
     return [ask(turns[:end], shape, **keys) for end in range(len(turns) - 7, len(turns) + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_circle_with_a_varying_step_gets_a_note(shape: str) -> None:
     for seed in range(6):
@@ -65,6 +66,7 @@ def test_two_new_steps_in_eight_are_work(shape: str) -> None:
         }
 
 
+@pytest.mark.slow
 def test_steps_that_may_repeat_are_new() -> None:
     """Reads after a change, and calls of a tool with a threshold of its own, or without one."""
     turns = go_round(Random(1), 3)

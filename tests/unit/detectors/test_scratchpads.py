@@ -25,6 +25,7 @@ def loop(tool: str, result: str, times: int) -> list[Step]:
     return [Step(tool, "lamps", result)] * times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_loop_in_one_message_is_found(form: str) -> None:
     """At the third equal step; a repeated error is refused at the seventh."""
@@ -40,6 +41,7 @@ def test_loop_in_one_message_is_found(form: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_progress_in_one_message_is_no_loop(form: str) -> None:
     for tool, result in VARIANTS:
@@ -54,6 +56,7 @@ def test_progress_in_one_message_is_no_loop(form: str) -> None:
             assert tell(FORMS[form](steps), **PRESET).action == "allow", (tool, result, steps)
 
 
+@pytest.mark.slow
 def test_quoted_steps_are_no_turns() -> None:
     """DSPy's RLM writes code blocks itself, so that a quotation of it has no end."""
     forms = [item for item in TEXTS.items() if item[0] != "DSPy, RLM"]

@@ -33,6 +33,7 @@ _PATHS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(_PATHS, st.integers(1, 4), st.booleans())
 def test_earlier_loops_are_found_without_earlier_requests(

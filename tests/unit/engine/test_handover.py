@@ -609,6 +609,7 @@ def test_equal_policies_in_other_content_count_together(parsed: list[str]) -> No
     assert [lead_of(answer) for answer in [*answers, ask(service)]] == ["", "", "carried", ""]
 
 
+@pytest.mark.slow
 def test_least_recently_used_content_is_dropped(parsed: list[str]) -> None:
     service = make_service()
     contents = [json.dumps(CARRIED) + " " * number + "bad" * (number % 2) for number in range(257)]
@@ -745,6 +746,7 @@ def mutilated(draw: st.DrawFn) -> str:
     return json.dumps(document)
 
 
+@pytest.mark.slow
 @given(text=st.text(max_size=40) | JSON.map(json.dumps) | mutilated())
 @hypothesis_settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200)

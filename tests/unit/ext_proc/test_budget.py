@@ -120,6 +120,7 @@ def test_changing_names_take_no_time_from_known_callers() -> None:
     assert sum(got.values()) <= SHARE + MOST_AT_ONCE / 10
 
 
+@pytest.mark.slow
 def test_all_tenants_together_spend_no_more_than_the_share() -> None:
     got = run(InspectionBudget(0.0), {str(number): 1.0 for number in range(100)}, 10.0, each=0.01)
 

@@ -399,6 +399,7 @@ def test_body_above_the_bound_passes_whole_and_counted(last: str) -> None:
     assert sample(service, "uncounted_total", policy="p", reason="inspect_limit") == 0
 
 
+@pytest.mark.slow
 def test_ends_of_a_body_above_the_bound_are_inspected() -> None:
     service = make_service(policy("p", ANY, similarity="turns", max_inspect_bytes=50_000))
     data = chat(8, padding=0).replace(

@@ -175,11 +175,13 @@ def test_streamed_body_gets_the_answer_of_a_whole_one(name: str) -> None:
     assert sample(streamed, "fail_open_total", reason="internal_error") == 0
 
 
+@pytest.mark.slow
 @given(REQUESTS)
 def test_nearly_right_bodies_are_answered(value: dict[str, Any]) -> None:
     _send(_service(), json.dumps(value).encode())
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(BODIES)), st.data())
 def test_damaged_bodies_are_answered(name: str, data: st.DataObject) -> None:
     damaged = bytearray(BODIES[name])

@@ -119,6 +119,7 @@ def test_reader_does_not_depend_on_other_readers(
         assert together == _judge([mine], _find_path(kind), data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", _WRITERS)
 def test_every_kind_of_work_is_bounded(kind: str) -> None:
     policies = [_reader(name, "watched") for name in sorted(READERS)]

@@ -609,6 +609,7 @@ def test_compressed_bodies_and_server_tools_are_not_narrowed() -> None:
         narrow(request_of("responses"), _responses(_FIRST_OF_SERVER), Tools(None, ["pay"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bodies_are_narrowed_or_refused(name: str, every: bool) -> None:

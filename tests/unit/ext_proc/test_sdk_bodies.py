@@ -179,6 +179,7 @@ def test_narrowed_request_is_valid_for_its_sdk(model: FakeModel, name: str) -> N
         assert new == json.loads(sent) | {"tools": new["tools"], key: choice}
 
 
+@pytest.mark.slow
 def test_bedrock_request_is_refused_where_all_tools_go(model: FakeModel) -> None:
     sent = json.loads(record(model, "bedrock"))
     sent["toolConfig"]["toolChoice"] = {"tool": {"name": "check"}}
@@ -245,6 +246,7 @@ def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
     ] == others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["steer", "land"])
 @pytest.mark.parametrize("name", SDKS)
 def test_bytes_before_newest_message_of_sdks_stay(model: FakeModel, name: str, action: str) -> None:

@@ -549,6 +549,7 @@ def test_release_ends_every_wait_for_a_body() -> None:
     assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 2
 
 
+@pytest.mark.slow
 def test_detections_are_logged_without_descriptor_values(caplog: pytest.LogCaptureFixture) -> None:
     """Values only with --show-callers. Lines are rate-limited."""
 
@@ -651,6 +652,7 @@ FUZZED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [False, True])
 @given(messages=st.lists(processing_requests(), max_size=6))
 @example(messages=[ProcessingRequest()])

@@ -259,6 +259,7 @@ def measure_known(prefix: str, **more: bytes) -> int:
     return taken
 
 
+@pytest.mark.slow
 def test_cache_of_headers_is_bounded_and_keeps_no_secrets() -> None:
     more: dict[str, dict[str, bytes]] = {
         "first": {},

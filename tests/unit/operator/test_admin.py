@@ -174,6 +174,7 @@ def test_histograms_are_exposed_like_the_prometheus_clients_own(values: list[flo
     assert generate_latest(registry).decode() in shown
 
 
+@pytest.mark.slow
 def test_pages_have_their_status_and_errors_a_reason() -> None:
     metrics = Metrics()
     metrics.decisions["p", "enforce", "reject"] = 1

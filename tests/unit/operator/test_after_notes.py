@@ -139,6 +139,7 @@ def test_each_end_of_an_episode_is_counted_once(
     assert count_changes(service) == {("noted", change): count for change, count in changes.items()}
 
 
+@pytest.mark.slow
 def test_steer_share_splits_conversations_alike_on_all_replicas() -> None:
     halves: list[list[str]] = []
     for _ in range(2):

@@ -66,6 +66,7 @@ def make_night() -> Service:
     return service
 
 
+@pytest.mark.slow
 def test_page_headline_has_everything_that_burns_money() -> None:
     """Each has a section above the loops, in that order; what is healthy is folded.
 

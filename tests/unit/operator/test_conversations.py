@@ -152,6 +152,7 @@ ACTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(ACTS)
 def test_each_request_counts_once_on_any_replica(
     acts: list[tuple[str, int, str, int, bool]],
@@ -517,6 +518,7 @@ def test_incident_is_one_row_with_its_loops() -> None:
     assert "database" not in json.dumps(report)
 
 
+@pytest.mark.slow
 def test_loop_after_an_incident_is_a_row_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, service = Ahead(monkeypatch), make_service(policy("agents", ANY, **TURNS))
     clock.seconds = -INCIDENT_SECONDS - 100

@@ -82,6 +82,7 @@ def test_recent_counts_are_those_of_fifteen_minutes() -> None:
     assert row.recent == 10 * WINDOW_SECONDS // 60
 
 
+@pytest.mark.slow
 def test_counts_are_bounded_for_any_number_of_routes() -> None:
     coverage = Coverage({}, 0.0)
     for number in range(30_000):

@@ -159,6 +159,7 @@ def test_incident_ends_when_few_sessions_are_left(fleet: Fleet) -> None:
     assert len(told) == 2
 
 
+@pytest.mark.slow
 def test_incident_spares_loops_for_half_an_hour(fleet: Fleet) -> None:
     while fleet.clock.seconds < LONGEST_SECONDS - 110:
         assert fleet.fail()[-1] == "steer"
@@ -204,6 +205,7 @@ def test_incident_of_a_shadow_policy_changes_nothing(monkeypatch: pytest.MonkeyP
     assert [row["policies"] for row in fleet.list_incidents()] == [["p"]]
 
 
+@pytest.mark.slow
 def test_caller_pushes_out_only_its_own_failures(fleet: Fleet) -> None:
     fleet.fail("ab", "12")
     for number in range(200):
@@ -213,6 +215,7 @@ def test_caller_pushes_out_only_its_own_failures(fleet: Fleet) -> None:
     assert len(fleet.service.reporter.incidents.copy()) == 41
 
 
+@pytest.mark.slow
 def test_dropped_failures_take_no_memory() -> None:
     table = IncidentTable()
     tracemalloc.start()
@@ -224,6 +227,7 @@ def test_dropped_failures_take_no_memory() -> None:
     assert used < 200_000
 
 
+@pytest.mark.slow
 def test_incident_row_is_bounded(fleet: Fleet) -> None:
     for number in range(300):
         fleet.send(f"caller {number % 100}", f"task {number}")

@@ -151,6 +151,7 @@ def test_loop_row_has_tool_model_and_route_cut() -> None:
     assert len(loops[128].path) == 256
 
 
+@pytest.mark.slow
 def test_loop_is_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(policy("p", ANY, **BY_USER))
     with caplog.at_level(logging.WARNING):
@@ -372,6 +373,7 @@ def test_top_adds_up_several_servers(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.startswith("loopguard: cannot ask unix:/nonexistent.sock: ")
 
 
+@pytest.mark.slow
 def test_top_is_live_on_a_terminal() -> None:
     service = looping("ann", show_callers=True)
     ours, theirs = os.openpty()

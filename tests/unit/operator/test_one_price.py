@@ -77,6 +77,7 @@ def read_costs(made: Operated, replica: int = 0) -> list[tuple[float, float]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [WITH_BOTH, WITH_BUDGET], ids=["sessions and budgets", "budgets"])
 @pytest.mark.parametrize("told", [TOLD, None], ids=["usage", "no usage"])
 @pytest.mark.parametrize("ends_on", [0, 1, None], ids=["here", "another replica", "no access log"])

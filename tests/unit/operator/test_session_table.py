@@ -284,6 +284,7 @@ def test_session_rows_of_replicas_are_merged() -> None:
     assert list_rows(here, there, since=1_006) == []
 
 
+@pytest.mark.slow
 def test_document_above_the_board_limit_drops_old_calls_first() -> None:
     noise = random.Random(0)
     table = SessionTable()

@@ -227,6 +227,7 @@ def test_overlapping_policies_of_two_files_are_found(
     assert find_overlaps(load(a=[first, second]).sources) == []
 
 
+@pytest.mark.slow
 def test_reported_overlaps_are_bounded() -> None:
     alike = {
         name: [policy(f"{name}-{number}", {"pathPrefix": "/"}) for number in range(600)]

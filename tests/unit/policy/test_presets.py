@@ -73,6 +73,7 @@ def describe(policy: dict[str, Any], times: int, milliseconds: int) -> str:
     return " and ".join(words).replace(" and are ", " and ") or "pass"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_treats_equal_requests_as_described(preset: str) -> None:
     policy = read_preset(preset)
@@ -173,6 +174,7 @@ TRAFFIC: dict[
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAFFIC)
 def test_presets_stop_loops_and_pass_similar_traffic(name: str) -> None:
     preset, requests, expected = TRAFFIC[name]

@@ -344,6 +344,7 @@ def test_first_of_is_allowed_wherever_callers_are_chosen() -> None:
     assert chosen.spec.all_limit_keys() == [CALLER]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x-litellm-api-key", "clientSecret", "set-cookie"])
 def test_secret_is_never_shown_with_show_callers(
     name: str, caplog: pytest.LogCaptureFixture

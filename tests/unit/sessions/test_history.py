@@ -259,6 +259,7 @@ def _shows_something(body: bytes) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "arguments"),
     [(3_000, [{}, {}]), (20, [{"a": [1.5] * 300}])],

@@ -150,6 +150,7 @@ def test_unknown_tokens_are_estimated_by_bytes() -> None:
     assert Rates({"m": price("1 2")}, None).find_cost("m", usage) == 100 * 1_000 + 10 * 2_000
 
 
+@pytest.mark.slow
 def test_invented_model_names_do_not_fill_memory() -> None:
     rates = Rates({"*": price("1 1")}, None)
     tracemalloc.start()

@@ -70,6 +70,7 @@ def test_new_ledger_is_small() -> None:
     assert len(ledger.pack()) < 192
 
 
+@pytest.mark.slow
 def test_ledger_is_bounded() -> None:
     limits, state = limit(tool_calls=10**9), b""
     for number in range(1, 400):

@@ -106,6 +106,7 @@ def test_budgets_of_many_callers_keep_what_was_used() -> None:
     assert store.evictions
 
 
+@pytest.mark.slow
 def test_memory_of_long_rings_is_bounded() -> None:
     store = Memory(1_000)
     for number in range(1_000):

@@ -135,6 +135,7 @@ CHATS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHATS)
 def test_chat_in_unknown_format_is_reported(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

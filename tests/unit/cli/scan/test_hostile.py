@@ -177,6 +177,7 @@ def test_long_line_takes_no_memory(data: bytes, size: int, most: int, tmp_path: 
     assert peak < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [b"{}\n" * 2**18, b'{"a":"' + b"x" * 2**22], ids=["lines", "one line"]
 )

@@ -53,6 +53,7 @@ def test_limits_stop_one_percent_without_loops(
     assert (found["session_limits"], found["stopped"]) == (limits, stopped)
 
 
+@pytest.mark.slow
 def test_printed_limits_are_valid_in_a_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

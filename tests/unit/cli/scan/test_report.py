@@ -148,6 +148,7 @@ def test_error_without_transcripts_suggests_the_examples(
     )
 
 
+@pytest.mark.slow
 def test_scan_imports_no_server() -> None:
     code = (
         "import sys; from extproc.cli.main import main; main(['scan', 'examples/transcripts']);"
@@ -162,6 +163,7 @@ def test_scan_imports_no_server() -> None:
     ) == set()
 
 
+@pytest.mark.slow
 def test_contents_need_the_flag_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
     page = tmp_path / "page.html"

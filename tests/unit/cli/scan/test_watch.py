@@ -79,6 +79,7 @@ def find_scanned(shape: str, turns: list[Did]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @given(
     turns=st.lists(TURNS, min_size=1, max_size=6), order=st.lists(st.integers(0, 5), max_size=40)
@@ -116,6 +117,7 @@ def test_only_the_newest_turns_are_kept() -> None:
     assert (len(history.newest(100)), done[0].spent.calls) == (32, 100)
 
 
+@pytest.mark.slow
 def test_calls_after_an_unreadable_message_are_not_judged() -> None:
     watch, done = make_watch()
     text = {"type": "text", "text": "x"}
