@@ -87,7 +87,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
 STRONG: Final = "strong"
 WEAK: Final = "weak"
 """Strength of the evidence: stuck agents repeat errors and long results; legitimate work repeats
-short results and talk."""
+short results, long ones in which time moves, and talk."""
 
 
 class ToolFailure(NamedTuple):

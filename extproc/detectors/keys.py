@@ -155,8 +155,9 @@ class TurnsKeys(HistoryKeys):
     """Keys of `turns`.
 
     Attributes:
-        weak_threshold: with `turns`: until a weak loop (talk, or short results without errors) has
-            repeated this often, it gets the mildest action at most. Default: no exception.
+        weak_threshold: with `turns`: until a weak loop (talk, or short or slightly changing results
+            without errors) has repeated this often, it gets the mildest action at most. Default: no
+            exception.
         normalize_results: with `turns`: `false` compares results byte for byte.
         ignore_arguments: with `turns`: arguments that hold thoughts, and are not compared.
         incidents: with `turns`: `false` also refuses loops of a tool that fails in the same way for

@@ -23,8 +23,9 @@ Only turns after a person's newest message are read. Such a message does not ans
 action, and occurs only once, digits aside; repeated messages are a program's. If a turn only reads,
 equal turns before a change do not count, as far as tools' names or hints tell.
 
-A loop is strong if one of its results is an error or long. Temporary errors do not count for this,
-nor does something that was not found if the actions differ. All other loops are weak.
+A loop is strong if one of its results is an error, or is long and does not change even in volatile
+parts. Temporary errors do not count for this, nor does something that was not found if the actions
+differ. All other loops are weak.
 
 The request alone is enough; nothing is counted. If its history was condensed or is on the server, a
 ring with the newest turn of each earlier request supplies the rest. A turn with an unknown action
@@ -561,7 +562,7 @@ class TurnRule:
             return None
         names = tuple([name for turn in reversed(members) for name in turn.names])
         reason = next((limit.reason for limit in limits if limit.reason), "")
-        strength = weigh(history.newest(span))
+        strength = weigh(history.newest(span), length)
         return Repeat(
             names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength
         )

@@ -959,10 +959,17 @@ def fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
     )
 
 
-def weigh(turns: Sequence[AnyTurn]) -> str:
-    """The strength of a loop of these turns."""
-    for turn in turns:
-        if turn.evidence & LONG or (turn.failed and not turn.evidence & PASSING):
+def weigh(turns: Sequence[AnyTurn], length: int = 1) -> str:
+    """The strength of a loop of these turns; `length`: of the cycle.
+
+    A long result whose volatile parts change is what an agent sees that watches something.
+    """
+    for place, turn in enumerate(turns):
+        if turn.failed and turn.evidence & (LONG | PASSING) != PASSING:
+            return STRONG
+        if turn.evidence & LONG and all(
+            same_result(turn, other, normalized=False) for other in turns[place % length :: length]
+        ):
             return STRONG
     return WEAK
 

@@ -85,6 +85,26 @@ def pages() -> list[list[Did]]:
     return [same(tool, result, by=1) for tool, result in product(tools, results)]
 
 
+def long_watches() -> list[list[Did]]:
+    """Long results in which only ages, clocks and durations change."""
+    tools = ["get_status", "kubectl", "mcp__ci__get_run", "watch", "get_logs", "check_queue"]
+    rows = [
+        "web-%d   0/1   ContainerCreating   {0}s\n",
+        "app_%d   Up {0} seconds   (health: starting)\n",
+        "12:00:{0}Z worker %d is waiting for a build slot\n",
+        '{{"step": "deploy %d", "state": "pending", "duration_ms": {0}42}}\n',
+        "[2026-11-24T09:30:{0}Z] job-%d is queued\n",
+        "node %d: syncing, elapsed: {0}.5s\n",
+    ]
+    return [
+        [
+            call(tool, "".join(row % n for n in range(8)).format(at + 10), at)
+            for at in range(1, TURNS + 1)
+        ]
+        for tool, row in product(tools, rows)
+    ]
+
+
 def queues() -> list[list[Did]]:
     tools = ["next_ticket", "pop_job", "fetch_mail", "receive_message", "claim_task"]
     records = [
@@ -238,6 +258,7 @@ HONEST: dict[str, Family] = {
     "empty waits": empty_waits,
     "a service coming up": coming_up,
     "pages": pages,
+    "long results in which time moves": long_watches,
     "work queues": queues,
     "the same answer to many deeds": handled,
     "games": games,

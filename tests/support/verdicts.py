@@ -27,20 +27,22 @@ TOOLS = {
 COMPLAINT = (
     "1 validation error for P\nn\n  No number [type=int_type, input_value=!, input_type=str]"
 )
-# Results and their worth; `@` is a number, and `!` differs in each turn.
+# Results and their worth; `@` is a number, `!` differs in each turn, and `~` is a duration that
+# does, too.
 RESULTS = {
     COMPLAINT: "fatal",
     "ok": "fine",
     "": "fine",
-    "3 tests, 2 of them red": "fine",
+    "3 tests, 2 of them red ~": "fine",
     "a page of text. " * 20: "long",
-    "error: boom": "fatal",
+    "pod-1   Running   ~\n" * 12: "fine",
+    "error: boom ~": "fatal",
     "error: boom, and all that led to it. " * 9: "fatal, long",
-    "error: 503 Service Unavailable": "passing",
+    "error: 503 Service Unavailable ~": "passing",
     "error: connection refused": "passing",
     "error: rate limited, try again later": "passing",
     "error: request timed out": "passing",
-    "error: no such customer": "missing",
+    "error: no such customer ~": "missing",
     "404 not found": "missing",
     "error: job @ is broken": "fatal",
     "error: 1@ of 200 tests failed": "fatal",
@@ -408,13 +410,14 @@ def write(
 
 
 def _do(turn: Turn, number: int) -> Did:
-    result = turn.result.replace("!", f"'no. {number}'")
+    result = turn.result.replace("!", f"'no. {number}'").replace(
+        "~", f"(took {number}.{number} ms)"
+    )
     if not turn.tool:
         return Did((), (), result, turn.argument, number)
-    took = f" (took {number}.{number} ms)" if turn.result else ""
     return Did(
         ((turn.tool, {"path": turn.argument, "n": 1}),),
-        (result + took,),
+        (result,),
         "",
         f"Thought no. {number}!",
         number,

@@ -116,8 +116,8 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
     if document["only_noted"]:
         noted = count(document["only_noted"], "conversation")
         lines.append(
-            f"In {noted}, short results without an error were repeated: these would get a note, "
-            "and no stop."
+            f"In {noted}, short or slightly changing results without an error were repeated: "
+            "these would get a note, and no stop."
         )
     read = f"Read {size} in {count(document['files'], 'file')}: {count(calls, 'model call')}"
     formats = ", ".join(f"{name} {number:,}" for name, number in document["formats"].items())

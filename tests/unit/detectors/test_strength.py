@@ -31,6 +31,11 @@ def polls(result: str, times: int = 3, tool: str = "poll") -> list[Did]:
     return [Did(((tool, {}),), (result,), "", f"Thought no. {number}!") for number in range(times)]
 
 
+def watch(result: str) -> list[Did]:
+    """Polls whose result contains the seconds that have passed."""
+    return [poll for n in range(3) for poll in polls(result.format(f"{n + 7} seconds"), 1)]
+
+
 def look_up(result: str, names: int = 6) -> list[Did]:
     return [Did((("get", {"id": n % names}),), (result,)) for n in range(6)]
 
@@ -56,6 +61,19 @@ STRENGTHS: dict[str, tuple[list[Did], dict[str, Any], str]] = {
             "error: 503 " + "x" * 200: "strong",
         }.items()
     },
+    "a long result in which time moves": (watch("Up {}\n" + LONG_TEXT), {}, "weak"),
+    "a long error in which time moves": (watch("error: boom, {}" + LONG_TEXT), {}, "strong"),
+    "a long temporary error": (watch("error: 503 {}" + LONG_TEXT), {}, "strong"),
+    "a cycle in which time moves": (
+        [turn for poll in watch("Up {}\n" + LONG_TEXT) for turn in (poll, *polls("ok", 1, "nap"))],
+        {},
+        "weak",
+    ),
+    "a cycle with a long result that stays": (
+        [turn for poll in watch("Up {}") for turn in (poll, *polls(LONG_TEXT, 1, "view"))],
+        {},
+        "strong",
+    ),
     "many things that are not found": (look_up("error: not found"), {}, "weak"),
     "few things that are not found": (look_up("error: not found", 2), {}, "strong"),
     "many things that are denied": (look_up("error: denied"), {}, "strong"),
@@ -71,7 +89,7 @@ STRENGTHS: dict[str, tuple[list[Did], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("turns", "more", "expected"), STRENGTHS.values(), ids=STRENGTHS)
 def test_loop_is_strong_or_weak(turns: list[Did], more: dict[str, Any], expected: str) -> None:
-    """Errors and long results are strong.
+    """Errors and long results that do not change are strong.
 
     Transient errors, missing things and talk to an agent with tools are weak.
     """
