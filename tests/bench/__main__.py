@@ -1,7 +1,5 @@
 """`make bench`: run the benchmark, print its tables, write its results."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Costs of measuring answers: access log entries, and the first byte of a stream for clients."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import tempfile

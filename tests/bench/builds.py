@@ -1,7 +1,5 @@
 """The guard in two builds: the sources, and the compiled wheel in its own environment."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -16,8 +16,6 @@ failures of the store. Servers forget ended orders, and loops and sessions that 
 hour, by their own timers: here orders are revoked, and 20,000 exchanges take less.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gzip

@@ -1,7 +1,5 @@
 """Bodies that are expensive to edit: too much of something in every place that an edit looks at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product

@@ -1,7 +1,5 @@
 """The guard's own work for one request, in whole streams without a transport."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Sequence
 from statistics import median

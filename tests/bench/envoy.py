@@ -1,7 +1,5 @@
 """CPU per request of the guard behind Envoy, and of Envoy, compared with empty servers."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections import Counter

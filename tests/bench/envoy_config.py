@@ -1,7 +1,5 @@
 """The smallest Envoy that calls ext_proc servers: a listener for each, which answers by itself."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping

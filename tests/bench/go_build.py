@@ -1,7 +1,5 @@
 """Builds the server in null_go/ if Go is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Hostile requests: each message delays all other requests while the guard inspects it."""
 
-from __future__ import annotations
-
 import json
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ It runs in a process of its own (`python -m tests.bench.memory COUNT`): memory t
 hide the growth.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

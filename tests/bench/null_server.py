@@ -4,8 +4,6 @@ It parses each message, answers with prepared bytes, and ends the stream after t
 does. Its cost is the transport's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from typing import Any

@@ -6,8 +6,6 @@ server that stops for a while is charged for every request of that time. Prints 
 milliseconds by quantile, and counts by status.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

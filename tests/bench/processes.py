@@ -1,7 +1,5 @@
 """Processes of the benchmark, each stopped by its own id."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

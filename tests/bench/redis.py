@@ -3,8 +3,6 @@
 Two Loopguards behind one Envoy take turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time

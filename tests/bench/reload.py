@@ -5,8 +5,6 @@ It runs in a process of its own (`python -m tests.bench.reload POLICIES CHANGES`
 beside a task that sleeps a millisecond at a time and notes how late it wakes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

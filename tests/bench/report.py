@@ -1,7 +1,5 @@
 """Rows of figures, as tables and as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Policies and requests for measurements, and a service in this process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing

@@ -4,8 +4,6 @@ It runs in a process of its own (`python -m tests.bench.scan MEGABYTES`), so tha
 memory hides the growth.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

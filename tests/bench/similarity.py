@@ -1,7 +1,5 @@
 """Inspecting a body, compared with the lower bound: decoding it with msgspec."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from statistics import median

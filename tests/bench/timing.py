@@ -1,7 +1,5 @@
 """Clocks for a busy machine: CPU time instead of wall time, interleaved rounds, medians."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """`make test-clients`: run real clients, write docs/clients.md, and report broken promises."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Each runs in its client's own environment: `python -P agents.py FUNCTION TASK`; 
 the API's address.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

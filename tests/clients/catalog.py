@@ -6,8 +6,6 @@ commands, and `{prompt}` the task. In what the model asks for, `{file}` is the f
 `{task}` the task of a sub-agent.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

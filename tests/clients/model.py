@@ -5,8 +5,6 @@ It answers in the API of the request, whole or streamed, from one of its scripts
 Other requests get what clients need: WebSockets 426, lists of models, counts of tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

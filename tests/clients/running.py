@@ -1,7 +1,5 @@
 """Installs a client and runs it through the real Envoy and Loopguard."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

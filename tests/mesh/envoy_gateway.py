@@ -1,7 +1,5 @@
 """The real Envoy with the configuration that Envoy Gateway's translator makes of the chart."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The real Envoy with all that Istio's own discovery server makes of the chart, over ADS."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -3,8 +3,6 @@
 `gateway_configuration` in tests/support/meshes.py is the model of it that `make test` uses.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 tests/support/chart/istio.py is the model of it that `make test` uses.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -3,8 +3,6 @@
 docs/operations.md says what is asserted here, under "When something fails".
 """
 
-from __future__ import annotations
-
 import signal
 import tempfile
 import threading

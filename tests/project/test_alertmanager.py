@@ -1,7 +1,5 @@
 """The example for Alertmanager: its own tool routes it, and it posts to Slack and PagerDuty."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The queries of Argo Rollouts and Flagger about a canary."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Everything peculiar to an API is in its own file below `extproc/apis`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wheel: compiled modules, its name, and builds that fail."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The Grafana dashboard and the Prometheus alerts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

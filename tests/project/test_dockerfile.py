@@ -1,7 +1,5 @@
 """The image: its pins, its lint, and a build of it (see `image`)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from docs import generate
 from tests.support.architecture import PAGE, fill_page
 

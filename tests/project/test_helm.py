@@ -1,7 +1,5 @@
 """The chart's objects."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Files that settings name are mounted, or refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.chart import Values, environment, merged, objects, one, problems

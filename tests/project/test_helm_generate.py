@@ -1,7 +1,5 @@
 """The chart's schema and README are generated from its commented values."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

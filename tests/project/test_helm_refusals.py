@@ -1,7 +1,5 @@
 """Values that Helm refuses, and its messages."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Which room may import which."""
 
-from __future__ import annotations
-
 from graphlib import CycleError, TopologicalSorter
 
 import pytest

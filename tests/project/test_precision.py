@@ -1,7 +1,5 @@
 """`make precision`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Our .proto files against the official descriptors, each in its own process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`make` on an old Python, and where Envoy has no wheel."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ are free ones of this machine, and commands that cannot run here are in NOT_TYPE
 otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

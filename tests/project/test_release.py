@@ -1,7 +1,5 @@
 """Reproducible wheels, and workflows that name no owner."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

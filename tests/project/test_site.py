@@ -1,7 +1,5 @@
 """`make docs`: the documentation as a site."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the gateway and `loopguard explain` decide about one conversation, with preset `agents`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HTTP servers that give any answer, also hostile ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress

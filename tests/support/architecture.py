@@ -3,8 +3,6 @@
 `.venv/bin/python -m tests.support.architecture` writes it into the page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tests.support import ROOT

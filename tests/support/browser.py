@@ -3,8 +3,6 @@
 It speaks the Chrome DevTools Protocol over two pipes, which needs no port and no package.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

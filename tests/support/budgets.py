@@ -1,7 +1,5 @@
 """Budgets: a plain model, cases for both languages, and random requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Valid and invalid bundles, with every error of an invalid one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime

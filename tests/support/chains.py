@@ -1,7 +1,5 @@
 """Conversations of one caller that no header tells apart, with their true beginnings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple

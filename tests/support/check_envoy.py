@@ -1,7 +1,5 @@
 """Findings of `loopguard check-envoy`."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """The `loopguard` command, run in this process."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 `python -m tests.support.edit_fuzzer 1000000` tries a million.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Messages of Envoy's access log service."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

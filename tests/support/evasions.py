@@ -1,7 +1,5 @@
 """What agents vary while they loop, by accident or on purpose; sixteen turns each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

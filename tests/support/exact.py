@@ -1,7 +1,5 @@
 """Detector modules without the shortcuts that decide whether a text is searched at all."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any

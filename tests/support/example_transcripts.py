@@ -3,8 +3,6 @@
 `python -m tests.support.example_transcripts examples/transcripts` writes it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

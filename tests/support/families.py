@@ -1,7 +1,5 @@
 """Honest repetition of agents and people in many variants, and the same as loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

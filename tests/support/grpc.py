@@ -1,7 +1,5 @@
 """A gRPC client on the HTTP/2 core, without sockets."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from extproc.transport import http2

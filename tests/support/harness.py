@@ -1,7 +1,5 @@
 """Real processes for tests: Loopguard, Envoy, upstreams and clients on loopback, on free ports."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Frames of an HTTP/2 client, and the core's events."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from extproc.transport import http2

@@ -9,8 +9,6 @@
 It does not show that the base image exists or that its libc suits the wheels.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

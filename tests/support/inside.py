@@ -3,8 +3,6 @@
 `.venv/bin/python -m tests.support.inside` prints the list as it is now.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.support.documents import policy
 
 GUARDED = policy("p", {"pathPrefix": "/guarded"}, limit_keys=["header:x-user-id"])

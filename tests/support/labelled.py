@@ -5,8 +5,6 @@ It shows the effect of a rule or a setting, and nothing about real traffic.
 `python -m tests.support.labelled` prints it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """A plain model of session limits, and moves to try them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

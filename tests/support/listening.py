@@ -1,7 +1,5 @@
 """HTTP servers on loopback."""
 
-from __future__ import annotations
-
 import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

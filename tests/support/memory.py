@@ -1,7 +1,5 @@
 """The caches of a process."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

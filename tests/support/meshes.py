@@ -1,7 +1,5 @@
 """Meshes: the chart's objects, and what control planes make of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """ext_proc messages of Envoy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Paths that real gateways and providers document."""
 
-from __future__ import annotations
-
 _VERTEX = "/projects/p/locations/l/publishers"
 _BEDROCK_ARN = "arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Ainference-profile"
 

@@ -1,7 +1,5 @@
 """Bodies of every API: real ones, random ones, and hostile ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from itertools import cycle

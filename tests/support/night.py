@@ -1,7 +1,5 @@
 """A night through the real Envoy: agents loop, a client polls, a tool is down, others work."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas on one store, with admin ports: what operators see, and their orders."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

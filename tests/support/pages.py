@@ -1,7 +1,5 @@
 """Pages of the admin port."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Checks PromQL against the metrics in the code: what it reads, and its result's labels."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-
 def field(number: int, contents: bytes, padding: int = 0) -> bytes:
     """A field with a length on the wire, spelled with more bytes than necessary."""
     length, rest = bytearray(), len(contents)

@@ -1,7 +1,5 @@
 """Random agents: all APIs, loops, progress, condensed histories, people, retries, parallel runs."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

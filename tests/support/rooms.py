@@ -1,7 +1,5 @@
 """The rooms of the package, and their imports."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Routes and filters that let requests bypass Loopguard, for `check-envoy` and real Envoys."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

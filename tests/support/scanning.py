@@ -1,7 +1,5 @@
 """Results of `loopguard scan` on files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 The module under test names the versions that these were read from, or rendered with.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial

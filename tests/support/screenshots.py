@@ -3,8 +3,6 @@
 `python -m tests.support.screenshots` writes them; it needs Chromium.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

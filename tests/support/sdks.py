@@ -1,7 +1,5 @@
 """SDKs that ask one question, whole or streamed: Python's here, JavaScript's in `node/`."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Agents whose number of tool calls is known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from random import Random

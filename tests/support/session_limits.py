@@ -1,7 +1,5 @@
 """Sessions with limits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from time import time

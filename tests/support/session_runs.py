@@ -1,7 +1,5 @@
 """Requests of sessions in replicas' tables, and the rows that replicas show together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from extproc.operator.board import unpack_all

@@ -1,7 +1,5 @@
 """Sessions of stuck agents."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 callers.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 

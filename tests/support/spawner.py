@@ -4,8 +4,6 @@ A spawner is a fresh interpreter without threads or open files, so nothing but t
 shared. tests/doors/cli starts the command itself.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Stacks with a model behind them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Services that answer by their input alone: clocks stand still, and speed decides nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence

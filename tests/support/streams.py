@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import h2.connection
 import h2.events
 

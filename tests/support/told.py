@@ -3,8 +3,6 @@
 Each has a new caller, so no request knows of another.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ In `tool_results.txt`, a line `%%% kind tool` precedes each result; `extproc.det
 explains the kinds. Results that only quote failures of others (sources, logs, lists) are `none`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

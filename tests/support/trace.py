@@ -4,8 +4,6 @@
 sources: compiled functions do not report calls.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from operator import attrgetter

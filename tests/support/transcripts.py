@@ -1,7 +1,5 @@
 """Transcripts and logs of agents, in every format of `loopguard scan`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta

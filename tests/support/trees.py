@@ -1,7 +1,5 @@
 """A plain model of trees of agents, and moves to try it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Conversations of agents, as each API writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Uploads in every form of HTTP: with a length or chunked, with trailers, over HTTP/1.1 or 2."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import socket

@@ -1,7 +1,5 @@
 """Models' answers, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Checks of bodies by the SDKs' own types."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m tests.support.verdict_fuzzer --count 100000 --seed 1` tries many.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -29,8 +29,6 @@ conversations acted on and for refused or ended ones:
 exit code: 0 all lines were judged, 1 some cannot be used, or none can, 2 usage
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -7,8 +7,6 @@ A conversation is written as its last request, which contains all others: each a
 before it. If the client left something out, the set has the requests themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ loop is found if a request that shows some of it is acted on; acting on an earli
 early. Shares have Wilson's intervals of 95 %.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

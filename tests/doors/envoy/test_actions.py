@@ -1,7 +1,5 @@
 """Reject, throttle and warn as a client of the real Envoy sees them."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import time

@@ -1,7 +1,5 @@
 """The parts of `envoy-config --snippet`, added to a configuration without Loopguard, on Envoy."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

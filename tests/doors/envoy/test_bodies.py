@@ -1,7 +1,5 @@
 """Bodies in every form and mode through Envoy: they stay whole, and are counted if possible."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

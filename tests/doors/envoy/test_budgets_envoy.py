@@ -1,7 +1,5 @@
 """Budgets on the real Envoy, two replicas and Valkey: shared, settled and given back."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

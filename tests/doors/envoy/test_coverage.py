@@ -1,7 +1,5 @@
 """What Envoy shows Loopguard, and what `check-envoy` says about it, from a file or by a probe."""
 
-from __future__ import annotations
-
 import copy
 import json
 import socket

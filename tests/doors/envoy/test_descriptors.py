@@ -1,7 +1,5 @@
 """How Loopguard tells callers apart, through Envoy: claims, addresses, routes, bodies, keys."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The Envoy bootstrap that is made from policies, tried on the real Envoy."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import signal

@@ -3,8 +3,6 @@
 Not tested: the images, LiteLLM, Claude Code and Codex (`make test-clients` runs the latter two).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Loopguard missing, overloaded, broken or stopping, as clients of the real Envoy see it."""
 
-from __future__ import annotations
-
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Policies that come with a route, and observing filters, through the real Envoy."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """What the chart renders for meshes, accepted and run by the real Envoy."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Other filters of Envoy beside Loopguard: filters that refuse requests, and Envoy AI Gateway's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus

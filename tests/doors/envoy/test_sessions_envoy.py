@@ -1,7 +1,5 @@
 """What sessions cost and what kills them, on the real Envoy, two replicas and Valkey."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Steering through Envoy: what the upstream gets, what the client sees, and what is unchanged."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Streams and long bodies through Envoy: gRPC, HTTP/2, long histories, hostile requests."""
 
-from __future__ import annotations
-
 import json
 import queue
 import random

@@ -1,7 +1,5 @@
 """Traces of the real Envoy have Loopguard's decisions as tags, and arrive at a collector."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Two replicas that share a store, behind Envoy: conversations, notes, and retries in an outage."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import suppress

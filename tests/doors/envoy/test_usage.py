@@ -1,7 +1,5 @@
 """What Envoy reads in answers and reports at their end: tokens of every API, errors, cuts."""
 
-from __future__ import annotations
-
 import gzip
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Watching traffic behind Envoy: shadow policies, and `loopguard serve` without a policy."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """WebSockets for model calls are refused, so that clients fall back to HTTP; others pass."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

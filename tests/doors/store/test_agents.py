@@ -1,7 +1,5 @@
 """Agents of a session on two replicas with one Valkey: the same limits, tree and overrides."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager

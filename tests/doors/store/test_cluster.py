@@ -1,7 +1,5 @@
 """Sentinel and Cluster, on real servers: where keys are, shards that fail alone, and failover."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import zlib

@@ -1,7 +1,5 @@
 """A real server that loses its keys, or would lose them: what operators are told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The hash key: read from a file, or shared by all replicas in the store."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

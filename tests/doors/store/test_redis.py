@@ -3,8 +3,6 @@
 URLs, secrets, the wire, batches, certainty, and how it heals.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -7,8 +7,6 @@ same again and again; Envoy would answer 500 or 504 for any request that a Loopg
 answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A packed value of an unknown version counts as missing, so that versions can share a store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from extproc.store.rules.chain import Trail

@@ -1,7 +1,5 @@
 """The chart, rendered by Helm's own engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache

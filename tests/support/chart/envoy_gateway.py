@@ -3,8 +3,6 @@
 Keys that the chart does not use are left out, and so refused. No package has them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Schema = dict[str, Any]

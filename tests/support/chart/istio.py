@@ -1,7 +1,5 @@
 """An Envoy configuration with an EnvoyFilter's patches applied, as the chart uses them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Keys that the chart does not use are left out, and so refused. No package has them.
 """
 
-from __future__ import annotations
-
 from tests.support.chart.envoy_gateway import TEXT, Schema, a_list, a_map, an_object
 
 _DURATION: Schema = {

@@ -1,8 +1,6 @@
 """A made-up API that shares no name with any other."""
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec import Raw, Struct, json

@@ -1,7 +1,5 @@
 """Every store, with the servers that it needs: one body of tests for each rule drives them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache

@@ -1,7 +1,5 @@
 """Budgets in every store; time is an argument."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable

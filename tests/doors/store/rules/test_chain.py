@@ -1,7 +1,5 @@
 """Chains in every store are those of `follow`; time is an argument."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Documents, and the secret that replicas share, in every store; time is an argument."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Every server, and every way to it, answers any questions as the memory store does."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rings in every store are those of `ring`; time is an argument."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 

@@ -1,7 +1,5 @@
 """Sessions in every store are judged as `session` says; time is an argument."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """What is taken back in every store; time is an argument."""
 
-from __future__ import annotations
-
 import pytest
 
 from extproc.store.rules.chain import MAX_RETRIES

@@ -1,7 +1,5 @@
 """Trees of agents, and their roots, in every store; time is an argument."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

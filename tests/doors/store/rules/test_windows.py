@@ -1,7 +1,5 @@
 """Counts in every store answer as `windows.py` says; time is an argument."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
