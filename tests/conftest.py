@@ -42,7 +42,7 @@ _SDKS = re.compile(
     r"|tests\.support\.(?:agents|frameworks|sdks))\b",
     re.MULTILINE,
 )
-_DRIVERS = 3
+_DRIVERS = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

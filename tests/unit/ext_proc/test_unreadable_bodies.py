@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.ext_proc.service import Service
+from tests.support.extent import deepen
 from tests.support.service import (
     ask,
     headers_of,
@@ -120,7 +121,7 @@ def _refused_for(service: Service, path: str, data: bytes, user: str = "u") -> s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", deepen(SHAPES, "chat", "anthropic"))
 def test_wrong_value_is_counted_or_has_a_reason(shape: str) -> None:
     """With `uncountable: reject`, exactly what is not counted is refused."""
     lenient, strict = make_service(*_policies("allow")), make_service(*_policies("reject"))
