@@ -200,7 +200,15 @@ class Turns(HistorySimilarity):
             found = self.rule.count(history, newest)
         if self.looks_back:
             found = self.look_back(history, found, place)
-        return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
+        memory = TurnMemory(self, kept, found, place, asks=self._may_lack(history, kept))
+        return self.rule.spell(kept.newest), found, memory
+
+    def _may_lack(self, history: History, kept: KeptTurn) -> bool:
+        """Whether the request may omit turns of a loop, or their results."""
+        _, strictest = self._rules[0]
+        return self.rule.may_loop(kept.newest) and (
+            not kept.complete or strictest.may_have_looped(History(follow(history, kept.place)))
+        )
 
     def _find_in_prompt(self, history: History) -> tuple[bytes, Repeat] | None:
         """The loop of a prompt that repeats itself, before the assistant's first turn.
@@ -394,17 +402,20 @@ class TurnMemory:
     """See `Memory`."""
 
     def __init__(
-        self, turns: Turns, kept: KeptTurn | None, found: Repeat | None, place: ChainPlace | None
+        self,
+        turns: Turns,
+        kept: KeptTurn | None,
+        found: Repeat | None,
+        place: ChainPlace | None,
+        *,
+        asks: bool = False,
     ) -> None:
+        """`asks`: the store may know turns of a loop that the request omits."""
         self.entry = kept.entry if kept is not None else b""
         self.identity = kept.identity if kept is not None else b""
         self.place = place
-        settled = (
-            kept is None
-            or kept.complete
-            or (found is not None and found.step == turns.last_step and found.rank > 1)
-        )
-        self.waits = kept is not None and not settled and turns.rule.may_loop(kept.newest)
+        settled = found is not None and found.step == turns.last_step and found.rank > 1
+        self.waits = asks and not settled
         self._turns = turns
         self._kept = kept
         self._found = found

@@ -154,7 +154,7 @@ def follow(
 
 def try_remembered(dice: Random, *, chained: bool) -> None:
     """One conversation, judged at every request."""
-    turns = MadeUp(dice).conversation(most=30)
+    turns = MadeUp(dice).conversation(most=dice.choice((30, 44)))
     place = dice.randrange(len(RULES))
     rules, shape = RULES[place], dice.choice(["chat", "anthropic", "responses"])
     found = follow(turns, DETECTORS[place], shape, rules=rules, chained=chained)

@@ -30,6 +30,7 @@ def compacted(count: int, *, summary: str) -> bytes:
 
 
 EDIT = Did((("edit", {}),), ("ok",))
+QUIET = STUCK._replace(results=("nothing new",))
 S: dict[str, Any] = {"session_id": "s"}
 KEYS = agents(session={"keys": ["body:/metadata/session", "query:session", "header:x-run"]})
 COMPACTED = [compacted(count, summary=summary) for summary in "abc" for count in range(3)]
@@ -255,14 +256,14 @@ def test_only_requests_that_need_the_ring_wait() -> None:
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
     whole = [
         json.dumps(
-            as_responses([*edits, STUCK._replace(number=number, thought=str(number))])
+            as_responses([*edits, QUIET._replace(number=number, thought=str(number))])
         ).encode()
         for number in (98, 99)
     ]
 
     assert [waits_for_store(service, data, session_id="s") for data in whole] == [False, False]
-    assert waits_for_store(service, turn(100), session_id="s")
-    assert send(service, turn(101), session_id="s") == 429
+    assert waits_for_store(service, turn(100, QUIET), session_id="s")
+    assert send(service, turn(101, QUIET), session_id="s") == 429
     looping = json.dumps(as_chat([STUCK] * 3)).encode()
     assert not waits_for_store(service, looping, session_id="s")
 
@@ -273,8 +274,8 @@ def test_store_failure_without_waiting_request_is_counted() -> None:
     )
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
 
-    ask(service, json.dumps(as_chat([*edits, STUCK._replace(number=98)])).encode(), session_id="s")
+    ask(service, json.dumps(as_chat([*edits, QUIET._replace(number=98)])).encode(), session_id="s")
 
     assert sample(service, "store_errors_total", kind="timeout") == 1
     assert sample(service, "fail_open_total", reason="store_error") == 0
-    assert send_all(service, [turn(99), turn(100)], session_id="s") == [200, 429]
+    assert send_all(service, [turn(99, QUIET), turn(100, QUIET)], session_id="s") == [200, 429]
