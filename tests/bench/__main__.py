@@ -1,11 +1,10 @@
-"""`make bench`: run the benchmark, print its tables, write its results."""
+"""`make bench`: run the benchmark and print its tables."""
 
 import argparse
 import logging
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from time import perf_counter
 
 from extproc.cli.main import describe_version
@@ -20,7 +19,7 @@ from tests.bench import (
     scan,
     similarity,
 )
-from tests.bench.report import Section, table, verdict, write_json
+from tests.bench.report import Section, table, verdict
 
 _SECTIONS = {
     "engine": (engine.TITLE, engine.run),
@@ -38,7 +37,6 @@ _EPILOG = """examples:
   make bench                                           everything, a few minutes
   make bench ARGS=--quick                              the same with fewer rounds
   make bench ARGS='--only envoy --only engine'         two sections
-  make bench ARGS='--output /tmp/before.json'          keep the results of an experiment
   .venv/bin/python -m tests.bench --only similarity    the same in pure Python
 
 The costs of two servers are measured side by side, in turns, and compared as a ratio. Figures in
@@ -64,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         sections[name] = Section(title, perf_counter() - started, rows)
         print(table(sections[name]), end="\n\n", flush=True)
-    write_json(options.output, sections, quick=options.quick)
     print(verdict(sections))
-    print(f"written to {options.output}")
     for name in failed:
         print(f"FAILED {name}: see above", file=sys.stderr)
     return 1 if failed else 0
@@ -84,13 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only", action="append", choices=tuple(_SECTIONS), help="this section; repeatable"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("bench-results.json"),
-        metavar="FILE",
-        help="default bench-results.json",
     )
     return parser
 

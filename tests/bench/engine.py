@@ -28,7 +28,7 @@ _RULE_LIMIT = 1.25
 _GROWING_LIMIT = 1.6
 _GROWING_LIMITS_LIMIT = 1.15
 _SESSION_STEPS = 20
-_AGENTS, _CALLS, _FIRST_CALLS = 12, range(32, 64), range(1, 24)
+_AGENTS, _CALLS = 12, range(32, 64)
 
 _POLICIES: dict[str, list[dict[str, Any]]] = {
     "plain": [samples.policy()],
@@ -109,12 +109,7 @@ def _measure_decoding(bodies: Sequence[bytes]) -> float:
 
 def _run_growing(rounds: int) -> list[Row]:
     pairs, bodies = _grow(_CALLS)
-    young, _ = _grow(_FIRST_CALLS)
     works = {
-        "young": lambda: _measure(_GROWING["turns"], young),
-        "young, steering": lambda: _measure(
-            [samples.policy(similarity="turns", action="steer")], young
-        ),
         "decode": lambda: _measure_decoding(bodies),
         **{
             name: lambda policies=policies: _measure(policies, pairs)  # type: ignore[misc]  # a lambda's defaults
@@ -137,12 +132,6 @@ def _run_growing(rounds: int) -> list[Row]:
             ratio(found, "turns, limits", "turns"),
             "x",
             _GROWING_LIMITS_LIMIT,
-        ),
-        Row(
-            "young agents, steering vs. rejecting",
-            ratio(found, "young, steering", "young"),
-            "x",
-            note="up to 24 calls; no loop",
         ),
     ]
 

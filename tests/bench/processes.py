@@ -1,4 +1,4 @@
-"""Processes of the benchmark, each stopped by its own id."""
+"""Processes of the benchmark, each stopped by its own id, and the two builds of the guard."""
 
 import json
 import os
@@ -13,6 +13,34 @@ from typing import Any
 
 _START_SECONDS = 20
 _STOP_SECONDS = 10
+
+_RUNNING = Path(sys.executable).parent
+
+# Programs of the virtual environment that runs the sources.
+SOURCES = _RUNNING.parents[1] / "bin" if _RUNNING.parent.name == "compiled" else _RUNNING
+
+_COMPILED = SOURCES.parent / "compiled" / "bin"
+
+NOT_COMPILED = f"there is no {_COMPILED}: `make bench` makes it"
+
+
+def find_compiled() -> Path | None:
+    return _COMPILED if (_COMPILED / "loopguard").exists() else None
+
+
+def serve(build: Path, policy: Path, port: int, *flags: str) -> list[str]:
+    listen = f"127.0.0.1:{port}"
+    return [
+        str(build / "loopguard"),
+        "serve",
+        "--policy",
+        str(policy),
+        "--listen",
+        listen,
+        "--drain-delay",
+        "0",
+        *flags,
+    ]
 
 
 def command_module(module: str, *arguments: str) -> list[str]:

@@ -13,11 +13,10 @@ from statistics import median
 from typing import NamedTuple
 
 from tests.bench import samples
-from tests.bench.builds import NOT_COMPILED, SOURCES, find_compiled, serve
 from tests.bench.envoy_config import running_envoy
 from tests.bench.load import load, write_chats
 from tests.bench.paced import Meanwhile, run_paced
-from tests.bench.processes import apart, running
+from tests.bench.processes import NOT_COMPILED, SOURCES, apart, find_compiled, running, serve
 from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
 from tests.support.servers import Server, free_port, server

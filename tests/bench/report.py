@@ -1,15 +1,8 @@
-"""Rows of figures, as tables and as JSON."""
+"""Rows of figures, as tables."""
 
-import json
-import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from extproc.cli.main import describe_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +19,6 @@ class Row:
     def met(self) -> bool | None:
         """Whether the requirement holds; None without a requirement or a figure."""
         return None if self.at_most is None or self.value is None else self.value <= self.at_most
-
-    def as_json(self) -> dict[str, Any]:
-        required = (
-            {} if self.at_most is None else {"at_most": round(self.at_most, 4), "met": self.met}
-        )
-        note = {"note": self.note} if self.note else {}
-        value = None if self.value is None else round(self.value, 4)
-        return {"name": self.name, "value": value, "unit": self.unit, **required, **note}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +71,6 @@ def verdict(sections: Mapping[str, Section]) -> str:
     skipped = [f"SKIPPED {name}: {row.name}: {row.note}" for name, row in rows if row.value is None]
     met = sum(row.met is True for _, row in rows)
     return "\n".join([*missed, *skipped, f"{met} of {len(rows)} requirements met"])
-
-
-def write_json(path: Path, sections: Mapping[str, Section], *, quick: bool) -> None:
-    document = {
-        "quick": quick,
-        "build": describe_version(),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "system": platform.platform(),
-        },
-        "sections": {
-            name: {
-                "title": section.title,
-                "seconds": round(section.seconds, 1),
-                "rows": [row.as_json() for row in section.rows],
-            }
-            for name, section in sections.items()
-        },
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def progress(text: str, done: int, total: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from extproc.detectors import make_similarity
-from extproc.detectors.results import normalize
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.stream import Stream
 from extproc.policy.bundle import LoopDetection
@@ -100,30 +99,7 @@ def run(*, quick: bool) -> list[Row]:
     for number, size in enumerate(_SIZES, 1):
         progress(f"similarity: {size // 1000} KB", number, len(_SIZES))
         rows += _measure(request(size), f"{size // 1000} KB", quick=quick)
-    return [*rows, _measure_log(quick=quick), *_measure_steering(quick=quick)]
-
-
-def _measure_log(*, quick: bool) -> Row:
-    """The cost of comparing results that are logs, in whose lines only numbers change."""
-    lines = [
-        (
-            f"2026-01-01 12:{n % 60:02}:{n % 59:02}.{n % 1000:03} INFO worker-{n % 4} request {n} "
-            f"took {n % 90} ms"
-        )
-        for n in range(600)
-    ]
-    log = "\n".join(lines)
-    works = {"normalize": lambda: normalize(log), "split": lambda: log.split("\n")}
-    found = interleaved(
-        9 if quick else 25,
-        {name: lambda work=work: cpu_us(work, 1) for name, work in works.items()},  # type: ignore[misc]  # a lambda's defaults
-    )
-    return Row(
-        "a log, normalized vs. split into lines",
-        ratio(found, "normalize", "split"),
-        "x",
-        note=f"{len(log) // 1000} KB",
-    )
+    return [*rows, *_measure_steering(quick=quick)]
 
 
 def _stuck(size: int) -> bytes:
@@ -142,12 +118,6 @@ def _measure_steering(*, quick: bool) -> list[Row]:
         for kind, body in {"stuck": stuck, "at work": at_work}.items()
         for action in ("warn", "steer")
     }
-    works |= {
-        name: _Streams(
-            samples.budget(similarity="turns", max_calls_per_tool={tool: 0}), at_work, times
-        ).run
-        for name, tool in {"whole": "send_email", "narrowed": "tool_1"}.items()
-    }
     found = interleaved(9 if quick else 25, works)
     return [
         Row(
@@ -159,7 +129,6 @@ def _measure_steering(*, quick: bool) -> list[Row]:
         )
         for name, more, less, limit in (
             ("a steered request vs. a warned one", "stuck steer", "stuck warn", 1.3),
-            ("a request that loses a tool vs. one that does not", "narrowed", "whole", None),
             (
                 "a request that is not, under the same policies",
                 "at work steer",

@@ -220,111 +220,69 @@ def _command(turn: Did) -> str:
     return " ".join([name, *[f"--{key}={json.dumps(value)}" for key, value in given.items()]])
 
 
-def _in_fence(turn: Did) -> str:
-    return f"DISCUSSION\n{turn.thought}\n\n```bash\n{_command(turn)}\n```"
-
-
-def _in_fences(turn: Did) -> str:
-    return (
-        f"{turn.thought}. It looks like\n```\n{turn.thought}\n```\nso I "
-        f"run:\n\n```sh\n{_command(turn)}\n```\n"
-    )
-
-
-def _inline(turn: Did) -> str:
-    return f"{turn.thought} In summary, the next action I will perform is ```{_command(turn)}```"
-
-
-def _as_json(turn: Did) -> str:
-    name, given = turn.calls[0]
-    return json.dumps({"thought": turn.thought, "action": name, "action_input": given})
-
-
-def _as_json_in_prose(turn: Did) -> str:
-    name, given = turn.calls[0]
-    return f"Thought: {turn.thought}\nAction:\n" + json.dumps(
-        {"name": name, "arguments": given}, indent=2
-    )
-
-
-def _as_json_in_fence(turn: Did) -> str:
-    name, given = turn.calls[0]
-    return (
-        "```json\n" + json.dumps({"tool": name, "args": given, "reasoning": turn.thought}) + "\n```"
-    )
-
-
-def _as_commands(turn: Did) -> str:
-    keys = {"keystrokes": _command(turn) + "\n", "is_blocking": True, "timeout_sec": 5}
-    done = {
-        "state_analysis": turn.thought,
-        "explanation": turn.thought,
-        "commands": [keys],
-        "is_task_complete": False,
-    }
-    return json.dumps(done, indent=1)
-
-
-def _in_tags(turn: Did) -> str:
-    return f"{turn.thought}\n<execute_bash>\n{_command(turn)}\n</execute_bash>"
-
-
-def _in_parameters(turn: Did) -> str:
-    name, given = turn.calls[0]
-    inner = "\n".join(
-        [f"<parameter={key}>{json.dumps(value)}</parameter>" for key, value in given.items()]
-    )
-    return f"<think>{turn.thought}</think>{turn.thought}\n<function={name}>\n{inner}\n</function>"
-
-
-def _in_invoke(turn: Did) -> str:
-    name, given = turn.calls[0]
-    inner = "".join(
-        [f'<parameter name="{key}">{json.dumps(value)}</parameter>' for key, value in given.items()]
-    )
-    return (
-        f"{turn.thought}\n<function_calls>\n<invoke "
-        f'name="{name}">{inner}</invoke>\n</function_calls>'
-    )
-
-
-def _in_nested_tags(turn: Did) -> str:
-    name, given = turn.calls[0]
-    inner = "\n".join([f"<{key}>{json.dumps(value)}</{key}>" for key, value in given.items()])
-    return f"<thinking>\n{turn.thought}\n</thinking>\n\n<{name}>\n{inner}\n</{name}>"
-
-
-def _as_react(turn: Did) -> str:
-    name, given = turn.calls[0]
-    return f"Thought: {turn.thought}\nAction: {name}\nAction Input: {json.dumps(given)}\n"
-
-
-def _as_numbered_react(turn: Did) -> str:
-    return (
-        f"Thought {len(turn.thought)}: {turn.thought}\nAction {len(turn.thought)}: "
-        f"{turn.calls[0][0]}[{turn.calls[0][1]}]"
-    )
-
-
-def _as_code_tag(turn: Did) -> str:
-    return f"Thought: {turn.thought}\n<code>\n```py\nprint({_command(turn)!r})\n```\n</code>"
+def _write_arguments(turn: Did, form: str, between: str = "\n") -> str:
+    return between.join([form.format(key, json.dumps(v)) for key, v in turn.calls[0][1].items()])
 
 
 STYLES: dict[str, Callable[[Did], str]] = {
-    "fence": _in_fence,
-    "fences": _in_fences,
-    "inline fence": _inline,
-    "json": _as_json,
-    "json in prose": _as_json_in_prose,
-    "json in a fence": _as_json_in_fence,
-    "commands": _as_commands,
-    "tags": _in_tags,
-    "parameters": _in_parameters,
-    "invoke": _in_invoke,
-    "nested tags": _in_nested_tags,
-    "react": _as_react,
-    "numbered react": _as_numbered_react,
-    "code tag": _as_code_tag,
+    "fence": lambda did: f"DISCUSSION\n{did.thought}\n\n```bash\n{_command(did)}\n```",
+    "fences": lambda did: (
+        f"{did.thought}. It looks like\n```\n{did.thought}\n```\nso I "
+        f"run:\n\n```sh\n{_command(did)}\n```\n"
+    ),
+    "inline fence": lambda did: (
+        f"{did.thought} In summary, the next action I will perform is ```{_command(did)}```"
+    ),
+    "json": lambda did: json.dumps(
+        {"thought": did.thought, "action": did.calls[0][0], "action_input": did.calls[0][1]}
+    ),
+    "json in prose": lambda did: (
+        f"Thought: {did.thought}\nAction:\n"
+        + json.dumps({"name": did.calls[0][0], "arguments": did.calls[0][1]}, indent=2)
+    ),
+    "json in a fence": lambda did: (
+        "```json\n"
+        + json.dumps({"tool": did.calls[0][0], "args": did.calls[0][1], "reasoning": did.thought})
+        + "\n```"
+    ),
+    "commands": lambda did: json.dumps(
+        {
+            "state_analysis": did.thought,
+            "explanation": did.thought,
+            "commands": [
+                {"keystrokes": _command(did) + "\n", "is_blocking": True, "timeout_sec": 5}
+            ],
+            "is_task_complete": False,
+        },
+        indent=1,
+    ),
+    "tags": lambda did: f"{did.thought}\n<execute_bash>\n{_command(did)}\n</execute_bash>",
+    "parameters": lambda did: (
+        f"<think>{did.thought}</think>{did.thought}\n<function={did.calls[0][0]}>\n"
+        + _write_arguments(did, "<parameter={}>{}</parameter>")
+        + "\n</function>"
+    ),
+    "invoke": lambda did: (
+        f'{did.thought}\n<function_calls>\n<invoke name="{did.calls[0][0]}">'
+        + _write_arguments(did, '<parameter name="{}">{}</parameter>', "")
+        + "</invoke>\n</function_calls>"
+    ),
+    "nested tags": lambda did: (
+        f"<thinking>\n{did.thought}\n</thinking>\n\n<{did.calls[0][0]}>\n"
+        + _write_arguments(did, "<{0}>{1}</{0}>")
+        + f"\n</{did.calls[0][0]}>"
+    ),
+    "react": lambda did: (
+        f"Thought: {did.thought}\nAction: {did.calls[0][0]}\n"
+        f"Action Input: {json.dumps(did.calls[0][1])}\n"
+    ),
+    "numbered react": lambda did: (
+        f"Thought {len(did.thought)}: {did.thought}\nAction {len(did.thought)}: "
+        f"{did.calls[0][0]}[{did.calls[0][1]}]"
+    ),
+    "code tag": lambda did: (
+        f"Thought: {did.thought}\n<code>\n```py\nprint({_command(did)!r})\n```\n</code>"
+    ),
 }
 
 
