@@ -100,8 +100,7 @@ def test_running_server_is_healthy_until_ctrl_c(
     finally:
         server.stop()
 
-    assert (health.code, health.out) == (0, "serving\n")
-    assert code == 0
+    assert (health.code, health.out, code) == (0, "serving\n", 0)
     assert server.output().splitlines()[-1].endswith("info    stopped")
 
 
@@ -129,8 +128,7 @@ def test_serve_reads_environment_and_logs_json_until_sigterm(tmp_path: Path) -> 
 
     assert (first["message"], first["policies"], first["store"]) == ("serving", 1, "memory://")
     assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", first["listen"])
-    assert [line["message"] for line in rest] == ["draining", "stopped"]
-    assert process.returncode == 0
+    assert ([line["message"] for line in rest], process.returncode) == (["draining", "stopped"], 0)
 
 
 _HANGUP = """

@@ -29,8 +29,8 @@ DOCUMENT = bundle(
 )
 
 
+# A path that a careless terminal would obey.
 ODD = "/v1/[bold]%1B[31m:smile:"
-"""A path that a careless terminal would obey."""
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import json
 import re
 import signal
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,15 @@ import pytest
 from extproc.cli.main import main
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
+from tests.support.night import CHAT, STEERED, USER, Scene
 from tests.support.pages import list_loops
 from tests.support.receivers import CA, Receiver, receiving
-from tests.support.servers import Server, server
-from tests.support.turn_writers import Did, as_chat
+from tests.support.servers import server
 
 TOKEN = "correct-horse-battery-staple"
-USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 POLICIES = bundle(
     policy("webhooks", {"pathPrefix": "/hook"}, action="warn", escalate={"reject": 20}, **USER),
-    policy("agents", {"pathExact": "/v1/chat/completions"}, similarity="tool_calls", **USER),
+    policy("agents", {"pathExact": CHAT}, similarity="tool_calls", **USER),
     policy(
         "polls",
         {"pathPrefix": "/poll"},
@@ -46,16 +44,14 @@ STUCK = json.dumps({"model": "gpt-4o", "messages": [CALL, FOUND] * 4}).encode()
 
 @dataclass
 class Night:
-    """Envoy, two replicas, Valkey and a webhook; `asked` are flags for the first replica."""
+    """Envoy, two replicas and a webhook; `asked` are flags for the first replica."""
 
     made: Stack
-    valkey: Server
     told: Receiver
     flags: tuple[str, ...]
     asked: list[str]
 
     def send(self, path: str, user: str, times: int = 1, body: bytes = b"{}") -> list[int]:
-        """What becomes of equal requests, one after the other."""
         headers = {"x-user-id": user}
         return [
             self.made.send(path, method="POST", body=body, headers=headers).status
@@ -79,19 +75,16 @@ class Night:
     def read_loops(self) -> list[dict[str, dict[str, Any]]]:
         """What each replica reports, by user."""
         return [
-            {loop["descriptors"]["x-user-id"]: loop for loop in loops}
-            for loops in self._list_loops()
+            {loop["descriptors"]["x-user-id"]: loop for loop in list_loops(replica.ask("/loops"))}
+            for replica in self.made.replicas
         ]
 
-    def count_loops(self) -> list[int]:
-        """How many conversations each replica knows of."""
-        return [len(replica.ask("/loops")["conversations"]) for replica in self.made.replicas]
-
-    def _list_loops(self) -> list[list[dict[str, Any]]]:
-        return [list_loops(replica.ask("/loops")) for replica in self.made.replicas]
-
-    def count_orders(self) -> list[float]:
-        return [replica.metric("overrides") for replica in self.made.replicas]
+    def find_event(self, kind: str, subject: str) -> Any:  # noqa: ANN401  # as below
+        return find_event(
+            lambda: [event for _, batch in list(self.told.batches) for event in json.loads(batch)],
+            kind,
+            subject,
+        )
 
     def restart(self, number: int) -> Loopguard:
         old = self.made.replicas[number]
@@ -99,19 +92,15 @@ class Night:
         self.made.replicas[number] = Loopguard(self.made.folder, *self.flags, listen=old.address)
         return self.made.replicas[number]
 
-    def find_event(self, kind: str, subject: str) -> dict[str, Any]:
-        """Wait for what the webhook is told."""
 
-        def probe() -> dict[str, Any] | None:
-            events = [event for _, batch in list(self.told.batches) for event in json.loads(batch)]
-            found = [
-                event
-                for event in events
-                if (event["type"], event["subject"]) == (f"io.loopguard.{kind}.v1", subject)
-            ]
-            return found[0] if found else None
+def find_event(read: Callable[[], list[dict[str, Any]]], kind: str, subject: str = "") -> Any:  # noqa: ANN401  # data
+    """Wait for the first such event, about any subject unless one is given; returns its data."""
 
-        return eventually(probe, f"an event {kind} about {subject}")
+    def probe() -> dict[str, Any] | None:
+        found = [event for event in read() if event["type"] == f"io.loopguard.{kind}.v1"]
+        return next((event for event in found if subject in ("", event["subject"])), None)
+
+    return eventually(probe, f"an event {kind}")["data"]
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +124,22 @@ def night() -> Iterator[Night]:
         )
         with stack(POLICIES, *flags, replicas=2) as made:
             asked = ["--admin", made.replicas[0].admin_url, "--token-file", str(tokens)]
-            yield Night(made, valkey, told, flags, asked)
+            yield Night(made, told, flags, asked)
             for replica in made.replicas:
                 replica.stop()
 
 
 def test_every_replica_distinguishes_the_three_loopers(night: Night) -> None:
     assert night.send("/hook/billing", "storm", 30) == [200] * 19 + [429] * 11
-    assert night.send("/v1/chat/completions", "agent-7", 5, STUCK) == [429] * 5
+    assert night.send(CHAT, "agent-7", 5, STUCK) == [429] * 5
     assert night.send("/poll", "poller", 6) == [200] + [429] * 5
     for step in range(5):
         content = json.dumps({"messages": [{"role": "user", "content": f"step {step}"}]}).encode()
-        for path in ("/v1/chat/completions", "/hook/billing", "/poll"):
+        for path in (CHAT, "/hook/billing", "/poll"):
             assert night.send(path, f"healthy-{step}", body=content) == [200]
     expected = {
         "storm": ("webhooks", "/hook/billing", [], 17, 11),
-        "agent-7": ("agents", "/v1/chat/completions", ["search_the_web"], 0, 5),
+        "agent-7": ("agents", CHAT, ["search_the_web"], 0, 5),
         "poller": ("polls", "/poll", [], 0, 5),
     }
 
@@ -179,7 +168,7 @@ def test_every_replica_distinguishes_the_three_loopers(night: Night) -> None:
 def test_one_command_frees_or_stops_a_caller_everywhere(night: Night) -> None:
     made = night.made
     assert night.send("/poll", "honest", 3) == [200, 429, 429]
-    assert night.send("/v1/chat/completions", "runaway", 1, STUCK) == [429]
+    assert night.send(CHAT, "runaway", 1, STUCK) == [429]
     seen = eventually(lambda: night.read_loops()[0].get("honest"), "the poller on the page")
 
     night.order("allow", "--caller", seen["caller"], "--for", "30m", "--reason", "polls")
@@ -220,25 +209,12 @@ def test_orders_and_loops_are_webhook_events(night: Night) -> None:
     released = night.order("release", "--caller", "x-user-id=eve")
     night.order("overrides", "--revoke", blocked)
 
-    given = night.find_event("override.given", blocked)["data"]
-    assert (given["kind"], given["reason"], given["who"].endswith("(token)")) == (
-        "block",
-        "incident 7",
-        True,
-    )
-    assert night.find_event("loop.released", released)["data"]["kind"] == "release"
-    assert night.find_event("override.revoked", blocked)["data"]["override"] == blocked
-    began = eventually(
-        lambda: [
-            event for event in list_began(night.told) if event.get("caller") == {"x-user-id": "eve"}
-        ]
-    )
-    assert {(event["policy"], event["path"]) for event in began} == {("polls", "/poll")}
-
-
-def list_began(told: Receiver) -> list[dict[str, Any]]:
-    events = [event for _, batch in list(told.batches) for event in json.loads(batch)]
-    return [event["data"] for event in events if event["type"] == "io.loopguard.loop.began.v1"]
+    given = night.find_event("override.given", blocked)
+    assert (given["kind"], given["reason"]) == ("block", "incident 7")
+    assert given["who"].endswith("(token)")
+    assert night.find_event("loop.released", released)["kind"] == "release"
+    assert night.find_event("override.revoked", blocked)["override"] == blocked
+    assert night.find_event("loop.began", "polls")["caller"].keys() == {"x-user-id"}
 
 
 def test_restart_of_both_replicas_loses_no_orders_or_loops(night: Night) -> None:
@@ -263,117 +239,34 @@ def test_restart_of_both_replicas_loses_no_orders_or_loops(night: Night) -> None
     eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
 
 
-def test_loop_promotion_and_store_outage_are_events(tmp_path: Path) -> None:
+def test_loops_promotions_outages_and_failing_tools_are_events(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
-    looked = policy("p", {"pathPrefix": "/"}, mode="shadow", **USER)
+    looked = policy("p", {"pathExact": "/"}, mode="shadow", **USER)
+    agents = policy("agents", {"pathExact": CHAT}, **STEERED)
+
+    def read() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
     with (
         server() as valkey,
         stack(
-            bundle(looked), "--store", f"redis://{valkey.address}", "--events", str(file)
+            bundle(looked, agents), "--store", f"redis://{valkey.address}", "--events", str(file)
         ) as made,
     ):
         for _ in range(4):
             made.send("/", headers={"x-user-id": "ann"})
-        began = find_event(file, "loop.began")
+        began = find_event(read, "loop.began", "p")
+        assert Scene(made, "eve", "crm_find").break_tool(1) == {200, 429}
+        failing = find_event(read, "tool.failing", "agents")
         made.write_policies(bundle({**looked, "spec": {**looked["spec"], "mode": "enforce"}}))
-        promoted = find_event(file, "policy.promoted")
+        promoted = find_event(read, "policy.promoted", "p")
         valkey.kill()
         made.send("/", headers={"x-user-id": "bob"})
-        find_event(file, "store.lost")
+        find_event(read, "store.lost")
         valkey.start()
-        find_event(file, "store.back")
+        find_event(read, "store.back")
 
-    kinds = [json.loads(line)["type"] for line in file.read_text().splitlines()]
-    assert (began["data"]["mode"], began["data"]["requests"]) == ("shadow", {"reject": 2})
-    assert (promoted["subject"], promoted["data"]["mode"]) == ("p", "enforce")
-    assert len(kinds) == len(set(kinds))
-
-
-def find_event(file: Path, kind: str) -> dict[str, Any]:
-    """Wait for the first event of a type in a file."""
-
-    def probe() -> dict[str, Any] | None:
-        events = (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        )
-        return next((event for event in events if event["type"] == f"io.loopguard.{kind}.v1"), None)
-
-    return eventually(probe, f"an event {kind}")
-
-
-def test_agents_wait_while_their_tool_is_down(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From the fifth session on, all get a note; reports have one incident and no content."""
-    steer: dict[str, Any] = {
-        "similarity": "turns",
-        "action": "steer",
-        "escalate": {"reject": 5},
-        **USER,
-    }
-    path, file = "/v1/chat/completions", tmp_path / "events.jsonl"
-    with stack(
-        bundle(policy("agents", {"pathExact": path}, **steer)), "--events", str(file)
-    ) as made:
-
-        def send(caller: str, task: str) -> int:
-            error = "error: disk quota of tenant 4711 exceeded"
-            turns = [
-                Did((("crm.find", {"q": task}),), (error,), "", f"{task}: try {number}", number)
-                for number in range(1, 7)
-            ]
-            content = json.dumps(as_chat(turns)).encode()
-            return made.send(
-                path, method="POST", body=content, headers={"x-user-id": caller}
-            ).status
-
-        assert [
-            send(caller, task) for task in ("invoice", "lead") for caller in ("ann", "bob", "cid")
-        ] == [429] * 4 + [200] * 2
-        (*_, seen) = made.upstream.seen
-        assert b"Tool failing: " in seen.body
-        assert b"Wait before you try it again." in seen.body
-        report = made.loopguard.ask("/loops")
-        (row,) = report["incidents"]
-        assert (row["tool"], row["callers"], row["sessions"], row["not_refused"]) == (
-            "crm.find",
-            3,
-            6,
-            2,
-        )
-        for shown in (made.loopguard.get("/")[1], json.dumps(report)):
-            assert ("crm.find" in shown, "4711" in shown) == (True, False)
-        assert main(["top", "--once", "--admin", made.loopguard.admin_url]) == 0
-        assert re.search(
-            "^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE
-        )
-        event = find_event(file, "tool.failing")
-
-    assert (event["subject"], event["data"]["gen_ai.tool.name"]) == ("agents", "crm.find")
-    assert event["data"]["sessions"] >= 5
-
-
-def test_blocks_stay_in_force_without_the_store(
-    night: Night, capsys: pytest.CaptureFixture[str]
-) -> None:
-    night.order("block", "--caller", "x-user-id=dora")
-
-    night.valkey.stop()
-    eventually(
-        lambda: (
-            night.send("/poll", f"user-{time.monotonic_ns()}", 2)
-            and _know_that_it_is_away(night.made)
-        )
-    )
-
-    answers = [
-        night.made.send(f"/poll/{number}", headers={"x-user-id": "dora"}) for number in range(6)
-    ]
-    assert {answer.headers.get("x-fairvisor-reason") for answer in answers} == {"blocked"}
-    capsys.readouterr()
-    assert main(["block", "--caller", "x-user-id=emil", *night.asked]) == 1
-    assert "503" in capsys.readouterr().err
-
-
-def _know_that_it_is_away(made: Stack) -> bool:
-    return all("unavailable" in replica.get("/readyz")[1] for replica in made.replicas)
+    kinds = [event["type"] for event in read() if event["subject"] != "agents"]
+    assert (began["mode"], began["requests"]) == ("shadow", {"reject": 2})
+    assert failing["gen_ai.tool.name"] == "crm_find"
+    assert (promoted["mode"], len(kinds)) == ("enforce", len(set(kinds)))

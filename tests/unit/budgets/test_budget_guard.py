@@ -538,8 +538,7 @@ def test_refused_loop_gives_back_to_the_share() -> None:
     loops = [refused(ask(service)) for _ in range(9)]
     others = [refused(ask(service, content=chat(f"{number}"))) for number in range(3)]
 
-    assert loops == [""] + ["loop_detected"] * 8
-    assert others == ["", "", "token_bucket_exceeded"]
+    assert (loops, others) == ([""] + ["loop_detected"] * 8, ["", "", "token_bucket_exceeded"])
 
 
 def test_note_says_how_much_is_used() -> None:

@@ -292,8 +292,7 @@ def test_port_443_means_tls(
         "clusters"
     ][1:2]
 
-    assert cluster["name"] == "upstream"
-    assert ("transport_socket" in cluster) == tls
+    assert (cluster["name"], "transport_socket" in cluster) == ("upstream", tls)
     assert not tls or "trusted_ca" in find(cluster, f"/{TLS}/common_tls_context/validation_context")
 
 

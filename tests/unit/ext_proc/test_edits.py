@@ -95,8 +95,7 @@ def test_note_is_put_behind_the_outermost_result(depth: int) -> None:
 
     (block, behind) = json.loads(new)["messages"][0]["content"]
     assert "gateway" in (block["content"] if depth == 1 else block["content"][-1]["text"])
-    assert behind == {"type": "text", "text": "behind"}
-    assert new.count(b"gateway") == 1
+    assert (behind, new.count(b"gateway")) == ({"type": "text", "text": "behind"}, 1)
 
 
 def test_result_without_content_gets_the_note() -> None:

@@ -129,8 +129,7 @@ def test_bodies_above_max_inspect_bytes_are_uncounted(
 
     kinds = [_send(service, data).WhichOneof("response") for _ in range(3)]
 
-    assert len(data) == size
-    assert kinds[-1] == ("immediate_response" if counted else "request_body")
+    assert (len(data), kinds[-1]) == (size, "immediate_response" if counted else "request_body")
     assert list_uncounted(service, "e") == (
         {} if counted else {"inspect_limit": list_uncounted(service, "e")["inspect_limit"]}
     )

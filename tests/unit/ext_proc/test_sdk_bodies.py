@@ -234,8 +234,7 @@ def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
     key = next(key for key in ("messages", "input", "contents") if key in before)
 
     (earlier, newest), (kept, noted) = split_messages(before[key]), split_messages(after[key])
-    assert kept == earlier
-    assert len(noted) == len(newest)
+    assert (kept, len(noted)) == (earlier, len(newest))
     assert noted != newest
     assert {name: json.loads(after[name]) for name in forbidden} == forbidden
     others = [

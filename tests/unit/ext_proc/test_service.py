@@ -99,8 +99,7 @@ def test_refusal_has_the_documented_headers_body_and_metadata() -> None:
 
     immediate = answer.immediate_response
     fingerprint = headers_of(answer)["x-loopguard-fingerprint"]
-    assert immediate.status.code == 422
-    assert immediate.grpc_status.status == 8
+    assert (immediate.status.code, immediate.grpc_status.status) == (422, 8)
     assert immediate.details == "loop_detected"
     assert headers_of(answer) == {
         "content-type": "application/json",
@@ -543,8 +542,7 @@ def test_release_ends_every_wait_for_a_body() -> None:
         stream.close()
 
     assert service.released
-    assert ended == [streams[0]]
-    assert [reply.done for reply in later] == [True, True]
+    assert (ended, [reply.done for reply in later]) == ([streams[0]], [True, True])
     assert list_uncounted(service) == {"shutdown": 2}
     assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 2
 

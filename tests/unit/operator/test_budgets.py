@@ -256,8 +256,7 @@ def test_same_grant_adds_to_a_budget_once(named: str) -> None:
     again = made.give(1, **order)[1]
     answers = [refused(ask(made.services[place % 2])) for place in range(5)]
 
-    assert notes == []
-    assert again == ["this grant was given before and is not added again"]
+    assert (notes, again) == ([], ["this grant was given before and is not added again"])
     assert answers == ["", "", "", "budget_exceeded", "budget_exceeded"]
     assert given.items() >= {"kind": "grant", "budget": "daily", "amount": 3}.items()
     assert made.service.overrides is None  # no request has to look for it

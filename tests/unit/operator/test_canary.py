@@ -51,8 +51,8 @@ USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 LIVE = policy("live", ANY, threshold_identical_requests=4, **USER)
 
 
+# Kinds of disagreements that a pair has room for.
 KEPT = 64
-"""Kinds of disagreements that a pair has room for."""
 
 
 def shadow(name: str = "strict", **more: object) -> dict[str, Any]:
@@ -93,6 +93,7 @@ def counts_of(service: Service) -> dict[str, int]:
 # --- Which policies are compared
 
 
+# Policies, and which of them are compared.
 PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
     "named": ([LIVE, policy("other", ANY), shadow(canary_of="live")], [("live", "strict")]),
     "named, with a selector of its own": (
@@ -131,7 +132,6 @@ PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
         [("live", f"s{number}") for number in range(MAX_PAIRINGS)],
     ),
 }
-"""Policies, and which of them are compared."""
 
 
 @pytest.mark.parametrize("case", PAIRINGS)
@@ -143,6 +143,7 @@ def test_candidate_is_paired_with_the_named_or_only_policy(case: str) -> None:
     ] == expected
 
 
+# Policies that cannot be compared, the place of the first error, and a part of its message.
 REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "unknown": (
         [LIVE, shadow(canary_of="lvie")],
@@ -175,7 +176,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     ),
     "no id": ([LIVE, shadow(canary_of="a b")], "/policies/1/spec/canary_of", "not 'a b'"),
 }
-"""Policies that cannot be compared, the place of the first error, and a part of its message."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -232,6 +232,7 @@ def test_callers_in_the_enforced_share_are_not_compared() -> None:
 
 REJECT_SECOND: dict[str, Any] = {"threshold_identical_requests": 2, **USER}
 BY_HEAD: dict[str, Any] = {"body": "ignore", "threshold_identical_requests": 2, **USER}
+# Policies, the number of equal requests, and what is counted.
 COMPARED: dict[str, tuple[list[dict[str, Any]], int, dict[str, int]]] = {
     "what live refuses is told apart from what would be new": (
         [LIVE, shadow()],
@@ -274,7 +275,6 @@ COMPARED: dict[str, tuple[list[dict[str, Any]], int, dict[str, int]]] = {
         {"neither": 1, "only_candidate": 1, "already": 1, "refused": 1},
     ),
 }
-"""Policies, the number of equal requests, and what is counted."""
 
 
 @pytest.mark.parametrize(("policies", "times", "expected"), COMPARED.values(), ids=COMPARED)
@@ -465,11 +465,11 @@ def test_states_of_replicas_add_up() -> None:
     assert [entry.count for entry in merged.disagreements] == [3, 1]
 
 
+# States on the board, without the fields that all have, and the counts read; None if invalid.
 DOCUMENTS: dict[bytes, dict[str, int] | None] = {
     **dict.fromkeys([b"", b"x", b"[]", b"{}", b'{"live": 1}', b"\xff", b"null"]),
     b'{"later": 1, "counts": {"neither": 7, "later": 1}, "sketches": {}}': {"neither": 7},
 }
-"""States on the board, without the fields that all have, and the counts read; None if invalid."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

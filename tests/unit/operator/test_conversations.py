@@ -73,12 +73,12 @@ def look(
     return Operated(services=services, orders=orders, price=price).ask("/loops", **query)
 
 
+# Three policies that see the same looper.
 WATCHED = [
     policy("agents", ANY, **TURNS),
     policy("storm", ANY, action="warn", threshold_identical_requests=2, **USER),
     policy("canary", ANY, mode="shadow", **{**TURNS, "action": "land"}),
 ]
-"""Three policies that see the same looper."""
 
 
 def test_conversation_is_one_row_for_all_policies() -> None:
@@ -94,8 +94,7 @@ def test_conversation_is_one_row_for_all_policies() -> None:
     assert sum(loop["requests"] for loop in row["loops"]) > len(acted)
     assert (row["requests"], row["requests_sent_on"], row["requests_not_sent_on"]) == (5, 3, 2)
     size = sum(len(sent[place]) for place in acted if forwarded[place])
-    assert row["input_tokens_sent_on"] == size // 4
-    assert row["cost_sent_on_usd"] == size // 4
+    assert (row["input_tokens_sent_on"], row["cost_sent_on_usd"]) == (size // 4, size // 4)
     assert row["input_tokens_not_sent_on"] == size * 2 // 3 // 4
     assert (row["action"], row["shadow"], row["tools"]) == ("reject", "reject", ["search"])
     assert report["total"]["requests"] == 5
@@ -344,8 +343,7 @@ def test_row_names_canaries_that_would_refuse_it(threshold: int, would: list[str
 
     (row,) = look(service)["conversations"]
 
-    assert row["would_be_refused_by"] == would
-    assert (row["tools"], row["count"]) == (["search"], 4)
+    assert (row["would_be_refused_by"], row["tools"], row["count"]) == (would, ["search"], 4)
 
 
 # ---- Orders
@@ -531,5 +529,4 @@ def test_loop_after_an_incident_is_a_row_again(monkeypatch: pytest.MonkeyPatch) 
 
     report = look(service)
     assert [row["requests"] for row in report["conversations"]] == [2]
-    assert report["incidents"][0]["requests"] == 205
-    assert len(service.reporter.loops.copy()) == 5
+    assert (report["incidents"][0]["requests"], len(service.reporter.loops.copy())) == (205, 5)

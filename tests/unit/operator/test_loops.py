@@ -147,8 +147,7 @@ def test_loop_row_has_tool_model_and_route_cut() -> None:
     loops = {len(row.caller[0][1]): row for row in found.loops}
     assert (loops[3].tools, loops[3].model, loops[3].route) == (["search"], "gpt-4o", "llm")
     assert (loops[9].path, loops[9].model) == ("/models/\\udcff/v1/chat/completions", "\\udcff")
-    assert loops[9].caller == [("x-user-id", "bob\\udcfe")]
-    assert len(loops[128].path) == 256
+    assert (loops[9].caller, len(loops[128].path)) == ([("x-user-id", "bob\\udcfe")], 256)
 
 
 @pytest.mark.slow
@@ -222,8 +221,7 @@ def test_document_above_the_board_limit_keeps_largest_rows() -> None:
 
     assert len(packed) <= MAX_DOCUMENT
     assert 0 < len(found.rows) < 1_000
-    assert found.rows == rows[: len(found.rows)]
-    assert found.left_out == 1_000 - len(found.rows)
+    assert (found.rows, found.left_out) == (rows[: len(found.rows)], 1_000 - len(found.rows))
 
 
 def test_loop_rows_of_replicas_are_merged() -> None:
@@ -408,15 +406,15 @@ def test_top_is_live_on_a_terminal() -> None:
     assert ended == 130
 
 
+# The command with Ctrl-C as in a terminal; tests in a shell's background inherit it ignored.
 INTERRUPTIBLE = """import signal, sys
 from extproc.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main())
 """
-"""The command with Ctrl-C as in a terminal; tests in a shell's background inherit it ignored."""
 
+# What a terminal is told to show another screen, and its own again (xterm's control sequences).
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
-"""What a terminal is told to show another screen, and its own again (xterm's control sequences)."""
 
 
 def read_until(screen: BinaryIO, part: bytes) -> bytes:

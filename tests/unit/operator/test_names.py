@@ -82,8 +82,7 @@ def test_limit_key_has_one_name_on_all_pages(
     send(one.service, 3, **sent, x_session_id="s")
 
     rows = list_rows(one)
-    assert len({row["policy"] for row in rows}) == 3
-    assert {row["caller"] for row in rows} == {name}
+    assert (len({row["policy"] for row in rows}), {row["caller"] for row in rows}) == (3, {name})
 
 
 def test_equal_values_of_two_sources_are_two_callers() -> None:

@@ -22,8 +22,8 @@ from tests.support.turn_writers import Did, as_chat
 
 REQUESTS = 10
 PRICES = {"*": {"input": 10, "output": 100}}
+# Of an answer: 0.02 and 0.015 dollars.
 TOLD = {"input": 2_000, "output": 150}
-"""Of an answer: 0.02 and 0.015 dollars."""
 
 DAY: dict[str, Any] = {
     "budget": 50,

@@ -32,8 +32,8 @@ from tests.support.pages import Outline
 from tests.support.service import exchange, make_service, repeat
 from tests.support.session_runs import note
 
+# All pages for people.
 PATHS = ("", f"sessions/{'5' * 16}", "canary", "coverage")
-"""All pages for people."""
 
 CONTROLS = "'a, button, summary, input, select'"
 NAMED = (
@@ -301,8 +301,7 @@ def test_chart_stacks_actions_by_severity() -> None:
         ("reject", 59 * 6, 15.0),
         ("warn", 59 * 6, 45.0),
     ]
-    assert busy.bars[2].y + busy.bars[2].height == busy.bars[1].y
-    assert other.policy == "a"
+    assert (busy.bars[2].y + busy.bars[2].height, other.policy) == (busy.bars[1].y, "a")
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def note(table: SessionTable, now: float, agent: str = "", limit: str = "", **ch
 
 
 AGENT_LIMITS = ("max_agents", "max_concurrent_agents", "max_spawns_per_minute", "max_depth")
+# Requests as seconds, agent and limit, and after how many seconds the session has ended, why.
 RUNS: dict[str, tuple[list[tuple[float, str, str]], dict[int, str | None]]] = {
     **{
         f"an agent refused by {limit} ends none with active ones": (
@@ -59,7 +60,6 @@ RUNS: dict[str, tuple[list[tuple[float, str, str]], dict[int, str | None]]] = {
     ),
     "a kill ends them all": ([(0, "one", ""), (1, "two", "killed")], {2: "killed"}),
 }
-"""Requests as seconds, agent and limit, and after how many seconds the session has ended, why."""
 
 
 @pytest.mark.parametrize(("requests", "ends"), RUNS.values(), ids=RUNS)
@@ -130,6 +130,7 @@ def test_running_explosion_is_shown_as_active() -> None:
     assert "continues, although refused: max_agents, 9 of 8" in write_report(listed)[0]
 
 
+# Programs, and the headers in which they name an agent; the session itself has no name.
 CLIENTS: dict[str, Callable[[str], dict[str, str]]] = {
     "claude": lambda agent: {
         "x_claude_code_session_id": "root",
@@ -142,7 +143,6 @@ CLIENTS: dict[str, Callable[[str], dict[str, str]]] = {
         else {"x_session_id": "root"}
     ),
 }
-"""Programs, and the headers in which they name an agent; the session itself has no name."""
 
 
 @pytest.mark.parametrize("client", CLIENTS)

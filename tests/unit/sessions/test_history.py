@@ -149,8 +149,7 @@ def test_calls_are_equal_by_tool_and_arguments() -> None:
 
     one, same, other, another = [record[10:] for record in read("chat", turns)]
 
-    assert one == same
-    assert len({one, other, another}) == 3
+    assert (one, len({one, other, another})) == (same, 3)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +195,7 @@ def test_results_count_as_calls_of_a_stored_history() -> None:
 
     found = _read_items(*results, *shown, previous_response_id="r")
 
-    assert len(found) == 4
-    assert len({record[10:] for record in found}) == 4
+    assert (len(found), len({record[10:] for record in found})) == (4, 4)
     assert found[1:] == _read_items(*results[1:], *shown, previous_response_id="r")
     assert _read_items(*results, *shown) == found[3:]
     assert read_calls({"input": results, "previous_response_id": "r"}).tools == ()

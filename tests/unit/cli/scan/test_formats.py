@@ -72,8 +72,7 @@ def test_loop_is_found_with_its_calls_and_tokens(
         if loop.stopped
         else (0, 0)
     )
-    assert loop.after_stop[:2] == stopped
-    assert run.first == round(session.begins.timestamp() * 1000)
+    assert (loop.after_stop[:2], run.first) == (stopped, round(session.begins.timestamp() * 1000))
     assert scanned.problems == {}
 
 

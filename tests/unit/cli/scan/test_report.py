@@ -324,8 +324,7 @@ def test_usage_error_says_what_would_be_right(
 ) -> None:
     run = Run(capsys, "scan", *[argument.format(empty=tmp_path) for argument in arguments])
 
-    assert run.code == code
-    assert run.err.splitlines()[-1] == complaint.format(empty=tmp_path)
+    assert (run.code, run.err.splitlines()[-1]) == (code, complaint.format(empty=tmp_path))
 
 
 def test_bug_in_reading_costs_one_file(
