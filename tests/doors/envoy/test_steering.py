@@ -11,9 +11,8 @@ import pytest
 from extproc.request.hash_key import read_hash_key
 from extproc.request.notes import END, OPENING, Marks, cut_notes, hash_words
 from tests.support.documents import bundle, policy
-from tests.support.harness import Loopguard, Seen, Stack, eventually, stack
+from tests.support.harness import Seen, Stack, stack
 from tests.support.looping import looping
-from tests.support.servers import server
 from tests.support.uploads import Upload, send
 
 KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
@@ -148,43 +147,3 @@ def test_gateway_and_sidecar_add_one_note(user: dict[str, str], key_file: Path) 
         assert sidecar.upstream.seen[-1].body.count(OPENING.encode()) == 1
         assert sidecar.upstream.seen[-1].header("x-loopguard-steered") == "1"
         assert sidecar.loopguard.metric("requests_total", policy="steer", action="steer") == 1
-
-
-def test_replicas_and_new_processes_leave_bodies_with_notes(user: dict[str, str]) -> None:
-    """They have the hash key from their store.
-
-    Nothing is refused: the same request again is a retry, then a turn.
-    """
-    policies = bundle(policy("steer", {"pathExact": PATH}, **{**STEER, "escalate": {}}))
-    with (
-        server() as valkey,
-        stack(policies, "--store", f"redis://{valkey.address}", replicas=2) as made,
-    ):
-
-        def pass_on(data: bytes) -> bytes:
-            assert made.post(PATH, data, user).status == 200
-            return made.upstream.seen[-1].body
-
-        noted = pass_on(stuck())
-        again = [pass_on(noted) for _ in range(6)]
-        each = [
-            replica.metric("requests_total", policy="steer", action="steer")
-            for replica in made.replicas
-        ]
-        made.replicas[0].stop()
-        fresh = Loopguard(
-            made.folder, "--store", f"redis://{valkey.address}", listen=made.replicas[0].address
-        )
-        try:
-
-            def is_asked() -> bool:
-                again.append(pass_on(noted))
-                return fresh.metric("requests_total", policy="steer", action="steer") > 0
-
-            eventually(is_asked, "a request to the new process")
-        finally:
-            fresh.stop()
-
-    assert noted.count(OPENING.encode()) == 1
-    assert set(again) == {noted}
-    assert min(each) > 0

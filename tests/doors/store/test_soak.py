@@ -172,49 +172,6 @@ def test_replica_takes_over_from_a_dead_primary(kind: str) -> None:
         loops_are_refused_across(made)
 
 
-def _send_all(made: Stack, targets: list[str]) -> dict[str, int]:
-    return {target: made.send(target).status for target in targets}
-
-
-@pytest.mark.parametrize("trouble", ["killed", "hung"])
-def test_reject_refuses_only_keys_of_a_dead_primary(trouble: str) -> None:
-    """Only requests with its keys get 503; the others are counted across replicas."""
-    harm, cure = FAULTS[trouble]
-    targets = [f"/p?shard={number}" for number in range(90)]
-    with cluster(replicas=False, full=False) as nodes:
-        flags = ("--store", f"redis+cluster://{nodes[0].address}", "--on-store-error", "reject")
-        with stack(POLICIES, *flags, failure_mode="deny", replicas=2) as made:
-            before = _send_all(made, targets)
-            harm(nodes[1])
-            for target in targets:
-                made.send(f"{target}&other")
-            noticed(made)
-
-            first, second = _send_all(made, targets), _send_all(made, targets)
-            health = states(made)
-            up = [
-                guard.metric("store_up", shard=node.address)
-                for guard in made.replicas
-                for node in nodes
-            ]
-            cure(nodes[1])
-            recovered(made)
-            after = _send_all(made, targets)
-
-            lost = [target for target in targets if first[target] == 503]
-            assert set(before.values()) == {200}
-            assert 15 < len(lost) < 45
-            assert {status for target, status in first.items() if target not in lost} == {200}
-            assert {target for target, status in second.items() if status == 503} == set(lost)
-            assert {status for target, status in second.items() if target not in lost} == {429}
-            assert all(
-                f"1 of 3 shards unavailable: {nodes[1].address}: " in state for state in health
-            )
-            assert up == [1, 0, 1] * 2
-            assert {after[target] for target in lost} == {200}
-            assert {after[target] for target in targets if target not in lost} == {429}
-
-
 def test_replicas_count_locally_without_a_primary() -> None:
     """Loops on its keys are caught by each replica, the others by both together."""
     with (
