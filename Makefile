@@ -181,10 +181,10 @@ test-clients: .venv/test.stamp ## real agent programs against a model that loops
 bench: $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
 
-LABELLED := .venv/labelled.ndjson
+# Without arguments, it also updates the tables of docs/detectors.md.
 precision: .venv/test.stamp ## the accuracy of the preset and of other programs' rules, on a generated set or LABELLED=FILE (flags: ARGS='--help')
 	@$(BIN)/python -m tests.support.labelled > .venv/labelled.ndjson
-	@$(BIN)/python -m tests.bench.precision $(ARGS) $(LABELLED)
+	@$(BIN)/python -m tests.bench.precision $(if $(ARGS)$(LABELLED),$(ARGS),--page docs/detectors.md) $(or $(LABELLED),.venv/labelled.ndjson)
 
 lint: .venv/check.stamp ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

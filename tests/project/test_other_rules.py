@@ -1,7 +1,5 @@
 """The rules of other programs in `make precision`: their documented thresholds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

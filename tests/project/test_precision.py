@@ -11,8 +11,11 @@ import pytest
 from tests.bench.precision.__main__ import main
 from tests.bench.precision.conversations import read_conversation
 from tests.bench.precision.measure import make_share
+from tests.bench.precision.page import fill_page
+from tests.support import ROOT
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
+from tests.support.families import UNTELLABLE
 from tests.support.labelled import FORMATS, make_set
 from tests.support.turn_writers import Did
 
@@ -273,24 +276,22 @@ def test_precision_uses_wilson_intervals(found: int, of: int, low: float, high: 
     assert [share.low, share.high] == pytest.approx([low, high], abs=1e-3)
 
 
-@pytest.mark.slow
-def test_precision_of_preset_on_labelled_set(
+@pytest.mark.deep
+def test_page_has_figures_of_generated_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "set").write_text("\n".join(json.dumps(line) for line in make_set(each=2)))
+    page = (ROOT / "docs" / "detectors.md").read_text()
+    (tmp_path / "set").write_text("\n".join(map(json.dumps, make_set())))
+    (tmp_path / "page").write_text(page)
 
-    code = main(["--kinds", str(tmp_path / "set")])
+    code = main(["--page", str(tmp_path / "page"), str(tmp_path / "set")])
 
-    printed = capsys.readouterr()
-    assert (code, printed.err) == (0, "")
-    kinds = [
-        line.split()
-        for line in printed.out.partition("by kind")[2].splitlines()
-        if " other " in line
-    ]
-    refused = {" ".join(words[: words.index("other")]) for words in kinds if words[-2] != "0"}
-    assert refused == {
-        "long polls",
-        "a service that fails fatally",
-        "rate limits told as fatal errors",
-    }
+    assert (code, capsys.readouterr().err) == (0, "")
+    assert (tmp_path / "page").read_text() == page, "run make precision"
+    (row,) = [line for line in page.splitlines() if line.startswith("|no loop, but refused|")]
+    assert row.strip("|").split("|")[-1].split("; ") == sorted(UNTELLABLE)
+
+
+def test_page_needs_place_for_figures() -> None:
+    with pytest.raises(ValueError, match="the page has no lines"):
+        fill_page("# Detectors", [])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from random import Random
 
 from tests.support.turn_writers import Did
 
@@ -355,3 +356,59 @@ def make_loop(turns: list[Did], result: str) -> list[Did]:
         Did(calls, (result,), "", f"Thought no. {number}!", number)
         for number in range(1, TURNS + 1)
     ]
+
+
+# Turns of a loop: enough that weak ones are refused.
+LOOP_TURNS = 18
+_TOOLS = ["bash", "read_file", "query", "mcp__crm__get_lead", "open_page", "call"]
+_ERRORS = [FATAL, "Traceback: ValueError", "error: no such file", "exit code 1", "TypeError: no"]
+
+
+def stick(results: Sequence[str], make: Callable[[str, str, int], Did]) -> Family:
+    """Loops of each tool with each result."""
+    return cross(
+        _TOOLS, results, lambda tool, result: each(lambda n: make(tool, result, n), LOOP_TURNS)
+    )
+
+
+def wander(tool: str, seed: str) -> list[Did]:
+    """Pages in another order each time, with a new one in every eight."""
+    dice = Random(seed)
+    pages = list("abcdefg")
+    for number in range(4):
+        pages += [f"note {number}", *dice.sample("abcdefg", 7)]
+    return [call(tool, f"text of {page}", n, page=page) for n, page in enumerate(pages, 1)]
+
+
+LOOPS: dict[str, Family] = {
+    "the same call fails alike": stick(_ERRORS, lambda tool, error, n: call(tool, error, n, of=1)),
+    "the same call has the same short answer": stick(
+        ["a.py b.py", "ok", '{"rows": 3}', "clean", "3 items"],
+        lambda tool, result, n: call(tool, result, n, of=1),
+    ),
+    "two calls in turn": stick(
+        _ERRORS, lambda tool, error, n: call(tool, f"{error} {n % 2}", n, of=n % 2)
+    ),
+    "six calls in turn": stick(
+        _ERRORS, lambda tool, error, n: call(tool, f"{error} {n % 6}", n, of=n % 6)
+    ),
+    "every call fails alike": stick(_ERRORS, lambda tool, error, n: call(tool, error, n, of=n)),
+    "talk to a program": cross(
+        ["the key", "a person", "the tests", "the network", "a review", "the budget"],
+        [
+            "Stop hook feedback: the goal is not reached yet. Continue to work on it.",
+            "You have not finished. Please proceed to the next step on your own (attempt {}).",
+            "Auto-continue: {} tasks are left in the list, so keep going until it is empty.",
+            "No tool call was needed? Then say so, or go on with the plan that you made.",
+            "It is {}:00 now. Check whether there is anything new to do, and do it.",
+        ],
+        lambda missing, words: each(
+            lambda n: talk(f"I wait for {missing} {'still ' * n}.", words.format(n), n), LOOP_TURNS
+        ),
+    ),
+    "a circle with one new step in eight": cross(_TOOLS, "12345", wander),
+    "the same change, and the file grows": stick(
+        ["import os", "# a comment", "return None", "x = 1", "pass"],
+        lambda tool, text, n: call(tool, f"The file has {n} lines.", n, insert=f"{text}\n" * 9),
+    ),
+}

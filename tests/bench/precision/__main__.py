@@ -56,6 +56,7 @@ from tests.bench.precision.measure import (
     list_kinds,
     summarize,
 )
+from tests.bench.precision.page import fill_page
 
 _MAX_ENTRIES = 1_000_000
 _MOST_ERRORS = 20
@@ -82,6 +83,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="time between two requests of a conversation (default 10)",
     )
     parser.add_argument("--kinds", action="store_true", help="also show each kind of conversation")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="also write what is seen into this page of the documentation",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     return parser
 
@@ -111,6 +118,8 @@ def run(options: argparse.Namespace) -> int:
     if not counts["conversations"]:
         raise LoopguardError("no conversation can be judged")
     document = {"precision": 1, **counts, "settings": [summarize(setting) for setting in settings]}
+    if options.page:
+        options.page.write_text(fill_page(options.page.read_text(), settings))
     if options.json:
         print(json.dumps(document))
     else:

@@ -7,8 +7,6 @@ is written as text is a call. gemini-cli's check by a model, and OpenRouter's no
 A rule sees what its program would see: all answers in order, even if requests leave some out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
