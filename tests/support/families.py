@@ -361,7 +361,13 @@ def make_loop(turns: list[Did], result: str) -> list[Did]:
 # Turns of a loop: enough that weak ones are refused.
 LOOP_TURNS = 18
 _TOOLS = ["bash", "read_file", "query", "mcp__crm__get_lead", "open_page", "call"]
-_ERRORS = [FATAL, "Traceback: ValueError", "error: no such file", "exit code 1", "TypeError: no"]
+_ERRORS = [
+    FATAL,
+    "ValueError: not a number",
+    "fatal: not a git repository",
+    "exit code 1",
+    "KeyError: 'a'",
+]
 
 
 def stick(results: Sequence[str], make: Callable[[str, str, int], Did]) -> Family:

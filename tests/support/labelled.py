@@ -8,17 +8,13 @@ It shows the effect of a rule or a setting, and nothing about real traffic.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from random import Random
 from typing import Any
 
 from tests.support.evasions import EVASIONS, TURNS
-from tests.support.families import HONEST, LOOP_TURNS, LOOPS, PROGRESS, UNTELLABLE
+from tests.support.families import HONEST, LOOP_TURNS, LOOPS, PROGRESS, UNTELLABLE, call
 from tests.support.scratchpads import FORMS, Step, in_chat
 from tests.support.turn_writers import SHAPES, STYLES, Did, Writer, as_text
-
-# Variants of each family.
-EACH = 5
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 _AGENT = {"name": "a", "version": "1", "tool_definitions": TOOLS}
@@ -54,12 +50,15 @@ def _as_react(turns: Sequence[Did]) -> dict[str, Any]:
 FORMATS: dict[str, Writer] = {**SHAPES, "atif": as_atif, "text": _as_react}
 
 
-def _write(place: int, turns: Sequence[Did], label: dict[str, Any], name: str) -> dict[str, Any]:
+# Conversations of each kind: one in each format.
+EACH = len(FORMATS)
+
+
+def _write(number: int, turns: Sequence[Did]) -> dict[str, Any]:
     """A conversation in the next format; in a text, each turn has an action."""
     kinds = [kind for kind in FORMATS if kind != "text" or all(turn.calls for turn in turns)]
-    kind = kinds[place % len(kinds)]
-    tools = {"tools": TOOLS} if kind not in ("text", "atif") else {}
-    return {"id": name, "label": label, **FORMATS[kind](turns), **tools}
+    kind = kinds[number % len(kinds)]
+    return {**FORMATS[kind](turns), **({"tools": TOOLS} if kind not in ("text", "atif") else {})}
 
 
 def _read(number: int) -> Did:
@@ -145,44 +144,37 @@ SHOWN: dict[str, Writer] = {
 }
 
 
-def make_set(seed: int = 1, each: int = EACH) -> Iterator[dict[str, Any]]:
+def make_set(each: int = EACH) -> Iterator[dict[str, Any]]:
     """Conversations of each kind: `each` loops, or others, or both."""
-    random = Random(seed)
-    place = 0
-    for name, family in {**HONEST, **PROGRESS, **UNTELLABLE}.items():
-        for turns in random.sample(family(), each):
-            place += 1
-            honest = {"loop": False, "success": True, "kind": name}
-            yield _write(place, turns, honest, f"{name} {place}")
-    for name, family in LOOPS.items():
-        for turns in random.sample(family(), each):
-            place += 1
-            begins = 1 + place % 4
-            work = [_read(number) for number in range(1, begins)]
-            label = {"loop": True, "begins": begins, "success": False, "kind": name}
-            yield _write(place, [*work, *turns], label, f"{name} {place}")
+    for kind, family in {**HONEST, **PROGRESS, **UNTELLABLE}.items():
+        for number, turns in enumerate(Random(kind).sample(family(), each)):
+            label = {"loop": False, "success": True, "kind": kind}
+            yield {"label": label, **_write(number, turns)}
+    for kind, family in LOOPS.items():
+        for number, turns in enumerate(Random(kind).sample(family(), each)):
+            work = [_read(n) for n in range(1, 1 + number % 4)]
+            yield {"label": _blame(kind, len(work) + 1), **_write(number, [*work, *turns])}
     for name, write in EVASIONS.items():
-        turns = [write(number)._replace(number=number + 1) for number in range(TURNS)]
-        for _ in range(each):
-            place += 1
-            label = {"loop": True, "begins": 1, "success": False, "kind": f"varies: {name}"}
-            yield _write(place, turns, label, f"{name} {place}")
-    for name, show in SHOWN.items():
-        for loop, number in product((True, False), range(each)):
-            error = f"error: permission denied for role {'abcdefghij'[number]}"
-            turns = [
-                Did((("read_file", {"path": "a.py"}),), (error,), "", f"No. {n}.", n)
-                if loop
-                else _read(n)
-                for n in range(1, LOOP_TURNS + 1)
-            ]
-            place += 1
-            label = {"loop": loop, "success": not loop, "kind": name}
-            yield {
-                "id": f"{name} {place}",
-                "label": label | ({"begins": 1} if loop else {}),
-                "requests": [show(turns[:end]) for end in range(len(turns) + 1)],
-            }
+        turns = [write(n)._replace(number=n + 1) for n in range(TURNS)]
+        for number in range(each):
+            yield {"label": _blame(f"varies: {name}"), **_write(number, turns)}
+    for kind, show in SHOWN.items():
+        for number in range(each):
+            error = f"error: permission denied for role {number}"
+            stuck = [call("read_file", error, n, path="a.py") for n in range(1, LOOP_TURNS + 1)]
+            work = [_read(n) for n in range(1, LOOP_TURNS + 1)]
+            for label, turns in (
+                (_blame(kind), stuck),
+                ({"loop": False, "success": True, "kind": kind}, work),
+            ):
+                yield {
+                    "label": label,
+                    "requests": [show(turns[:end]) for end in range(len(turns) + 1)],
+                }
+
+
+def _blame(kind: str, begins: int = 1) -> dict[str, Any]:
+    return {"loop": True, "begins": begins, "success": False, "kind": kind}
 
 
 if __name__ == "__main__":
