@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 from urllib.parse import quote
+from zoneinfo import ZoneInfo
 
 from extproc.bounded import Memo
 from extproc.budgets.costs import BUCKET_UNITS, PERIOD_UNITS, Anchors, CostKey, Estimate, scale
@@ -44,6 +45,7 @@ from extproc.store.rules.budget import (
     Taken,
     list_arguments,
 )
+from extproc.store.rules.calendar import Calendar
 
 BUDGET: Final = "budget"
 """The guard's name in outcomes."""
@@ -55,10 +57,17 @@ BREAKER_BUDGET: Final = "rate"
 """The suffix of the breaker's limit."""
 
 _HINT: Final = "x-token-estimate"
-_DAY: Final = 86_400_000
-_PERIODS: Final = {"5m": 300_000, "1h": 3_600_000, "1d": _DAY, "7d": 7 * _DAY}
+_HOUR: Final = 3_600_000
+_DAY: Final = 24 * _HOUR
+_PERIODS: Final = {"5m": 300_000, "1h": _HOUR, "1d": _DAY, "7d": 7 * _DAY, "month": 31 * _DAY}
 _FIRST_SUNDAY: Final = 259_200_000
-_SPANS: Final = {"5m": "5 minutes", "1h": "an hour", "1d": "a day", "7d": "a week"}
+_SPANS: Final = {
+    "5m": "5 minutes",
+    "1h": "an hour",
+    "1d": "a day",
+    "7d": "a week",
+    "month": "a month",
+}
 _MS_PER_MINUTE: Final = 60_000
 _MS_PER_SECOND: Final = 1_000
 _WHOLE: Final = 100
@@ -82,6 +91,7 @@ class BudgetLimit:
         rate: as in `Take`.
         span: as in `Take`.
         offset: as in `Take`.
+        calendar: as in `Take`.
         units: number of units in 1.
         reason: the reason of its refusals.
         words: the budget's time, in words.
@@ -105,6 +115,7 @@ class BudgetLimit:
         rate: int = 0,
         span: int = 0,
         offset: int = 0,
+        calendar: Calendar | None = None,
         share: float = _WHOLE,
     ) -> None:
         self.suffix = suffix
@@ -115,6 +126,7 @@ class BudgetLimit:
         self.rate = rate
         self.span = span
         self.offset = offset
+        self.calendar = calendar
         self.reason = reason
         self.words = words
         self.unit = unit
@@ -129,7 +141,9 @@ class BudgetLimit:
         """Set the cost of each request, if it is fixed, and prepare the question's arguments."""
         self.flat = amount
         self._arguments = (
-            list_arguments(self.make_take("", amount), ALONE, SERVER_CLOCK) if amount else ()
+            list_arguments(self.make_take("", amount), ALONE, SERVER_CLOCK)
+            if amount and self.calendar is None
+            else ()
         )
 
     def make_take(self, key: str, amount: int) -> Take:
@@ -147,6 +161,7 @@ class BudgetLimit:
             "",
             self.lifetime_ms,
             arguments,
+            self.calendar,
         )
 
 
@@ -224,6 +239,9 @@ class BudgetRule:
             [stage.threshold_percent for stage in config.staged_actions if stage.action == REJECT]
         )
         span, offset = _PERIODS[config.period], _FIRST_SUNDAY if config.period == "7d" else 0
+        calendar = None
+        if config.period == "month" or config.timezone != "UTC":
+            calendar, span = Calendar(config.period, ZoneInfo(config.timezone)), span + _HOUR
         unit = (
             DOLLAR_UNIT
             if config.cost_key == DOLLARS
@@ -243,6 +261,7 @@ class BudgetRule:
                 unit,
                 span=span,
                 offset=offset,
+                calendar=calendar,
                 share=share,
             )
         ]

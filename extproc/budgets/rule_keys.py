@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
+from zoneinfo import ZoneInfo
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
@@ -60,6 +61,13 @@ def _check_cost_key(value: str) -> str:
     return value.lower() if value.startswith("header:") else value
 
 
+def _check_timezone(value: str) -> str:
+    try:
+        return ZoneInfo(value).key
+    except (KeyError, ValueError, OSError) as error:
+        raise make_error("must be a time zone of IANA's, such as 'Europe/Berlin'") from error
+
+
 def _check_name(value: str) -> str:
     if not value.isprintable():
         raise make_error("must have no control characters")
@@ -92,6 +100,7 @@ MatchValue = Annotated[
 CostSource = Annotated[str, AfterValidator(_check_source)]
 CostKey = Annotated[str, AfterValidator(_check_cost_key)]
 Asked = Literal["request"]
+TimeZone = Annotated[str, AfterValidator(_check_timezone)]
 RuleName = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_name)]
 
 
@@ -152,7 +161,8 @@ class CostBased(JsonObject):
     Attributes:
         algorithm: the rule's algorithm again; may be omitted.
         budget: what may be used in a period.
-        period: `5m`, `1h`, `1d` or `7d`, by the calendar in UTC; weeks begin on Sunday.
+        period: `5m`, `1h`, `1d`, `7d` or `month`, by the calendar; weeks begin on Sunday.
+        timezone: where a day, a week or a month begins at midnight, such as `Europe/Berlin`.
         cost_key: cost of a request: `fixed`, `header:<name>`, `query:<name>`, or what the response
             has used: `usage:tokens`, `usage:input`, `usage:output` or `usage:dollars`.
         fixed_cost: cost of each request with `fixed`.
@@ -167,7 +177,8 @@ class CostBased(JsonObject):
 
     algorithm: Literal["cost_based"] | None = None
     budget: Amount
-    period: Literal["5m", "1h", "1d", "7d"]
+    period: Literal["5m", "1h", "1d", "7d", "month"]
+    timezone: TimeZone = "UTC"
     cost_key: CostKey = FIXED
     fixed_cost: Amount = 1
     default_cost: Amount = 1
@@ -352,6 +363,8 @@ def _find_config_errors(algorithm: object, config: dict[str, Any]) -> Iterator[t
         yield from _find_burst_errors(config, "burst_tokens", "tokens_per_minute")
     elif algorithm == "cost_based":
         yield from _find_stage_errors(config.get("staged_actions"))
+        if config.get("timezone") is not None and config.get("period") in ("5m", "1h"):
+            yield ("timezone",), "timezone belongs to the periods 1d, 7d and month"
         for key in ("prices", "unknown_model"):
             if config.get(key) and config.get("cost_key") != DOLLARS:
                 yield (key,), f"{key} belongs to cost_key {DOLLARS}"

@@ -115,7 +115,7 @@ class MemoryBudgets:
         return Taken(True, False, 0, 0, 0, 0)
 
     def _open(self, take: Take, moment: int, today: int) -> KeptBudget:
-        budget = self._unpacked.use(take.key)
+        budget = self._unpacked.use(take.at(today).key)
         if budget is not None:
             known = budget.take
             if known.limit != take.limit or known.rate != take.rate or known.span != take.span:

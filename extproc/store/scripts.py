@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from functools import partial
+from time import time
 from typing import Any, Final
 
 from extproc.errors import StoreError
@@ -201,6 +202,10 @@ def _read_takes(reply: object, calls: int) -> list[Taken]:
 
 
 _BUDGET: Final = Script("budget", _read_takes)
+_MS: Final = 1000
+_AHEAD_MS: Final = 60_000
+"""A replica's clock may be this much ahead of the server's, which finds the period that follows the
+replica's, but not the one before it."""
 
 
 def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> ScriptCall:
@@ -208,6 +213,7 @@ def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> Sc
     if take.arguments and now is None and not joined:  # usually
         return ScriptCall(_BUDGET, take, take.arguments, weight=1)
     moment = SERVER_CLOCK if now is None else now
+    take.at(round(time() * _MS) - _AHEAD_MS if now is None else now)
     if take.marker:
         return ScriptCall(_BUDGET, take, list_arguments(take, MARKED, moment), 0, (take.marker,), 1)
     if joined:  # weighs nothing, so that a group stays in one command

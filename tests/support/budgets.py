@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import Final, NamedTuple
+from zoneinfo import ZoneInfo
 
 from hypothesis import strategies as st
 
@@ -17,12 +18,15 @@ from extproc.store.rules.budget import (
     Take,
     Taken,
 )
+from extproc.store.rules.calendar import Calendar
 from tests.support.records import replace
 from tests.support.servers import Driver
 
 # A Thursday.
 NOON: Final = int(datetime(2026, 11, 26, 12, tzinfo=UTC).timestamp() * 1000)
+DECEMBER: Final = int(datetime(2026, 11, 30, 23, tzinfo=UTC).timestamp() * 1000)  # in Berlin
 
+MONTH: Final = Calendar("month", ZoneInfo("Europe/Berlin"))
 WEEK: Final = 604_800_000
 # 1970-01-04, the first Sunday.
 SUNDAY: Final = 259_200_000
@@ -38,6 +42,10 @@ def make_period(
     amount: int = 1, limit: int = 10, span: int = 300_000, key: str = "period", offset: int = 0
 ) -> Take:
     return Take(f"{key}:{DIGITS}", PERIOD, amount, limit, 0, span, offset)
+
+
+def make_month(amount: int = 1, limit: int = 10) -> Take:
+    return Take(f"month:{DIGITS}", PERIOD, amount, limit, 0, 31 * 86_400_000, calendar=MONTH)
 
 
 def make_breaker(
@@ -76,6 +84,15 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
             Asked([make_period(7, span=WEEK, offset=SUNDAY)], NOON + 216_000_000),
             [(True, True, 3, 0)],
         ),
+    ],
+    "a month begins at midnight in its time zone": [
+        (Asked([make_month(4)], NOON), [(True, True, 6, 0)]),
+        (Asked([make_month(7)], NOON), [(False, False, 6, DECEMBER - NOON)]),
+        (Asked([make_month(6)], DECEMBER - 1), [(True, True, 0, 0)]),
+        (Asked([make_month(7)], DECEMBER), [(True, True, 3, 0)]),
+        (Asked([make_month().settle(7, DECEMBER)], DECEMBER + 1), []),
+        (Asked([make_month(10)], DECEMBER + 1), [(True, True, 0, 0)]),
+        (Asked([make_month(1)], DECEMBER + 2), [(False, False, 0, 31 * 86_400_000 - 2)]),
     ],
     "all takes of a request are granted, or none": [
         (Asked([make_bucket(4), make_period(4)], NOON), [(True, True, 6, 0), (True, True, 6, 0)]),

@@ -187,10 +187,18 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
     ),
     (
         "rules",
-        _configured("cost_based", budget=-1, period="2h", staged_actions=_REJECT, cost_key="body"),
+        _configured(
+            "cost_based",
+            budget=-1,
+            period="2h",
+            timezone="Mars/Olympus",
+            staged_actions=_REJECT,
+            cost_key="body",
+        ),
         [
             (f"{_OF}/budget", "budget must be greater than 0"),
-            (f"{_OF}/period", "period must be one of 5m, 1h, 1d, 7d"),
+            (f"{_OF}/period", "period must be one of 5m, 1h, 1d, 7d, month"),
+            (f"{_OF}/timezone", "timezone must be a time zone of IANA's, such as 'Europe/Berlin'"),
             (
                 f"{_OF}/cost_key",
                 (
@@ -206,7 +214,8 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
         _configured(
             "cost_based",
             budget=1,
-            period="1d",
+            period="1h",
+            timezone="UTC",
             unknown_model={"input": 1, "output": 1},
             staged_actions=[
                 {"threshold_percent": 80, "action": "throttle"},
@@ -222,6 +231,7 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
             ),
             (f"{_OF}/staged_actions/1/delay_ms", "delay_ms belongs to the action throttle"),
             (f"{_OF}/staged_actions", f"staged_actions {_LAST}"),
+            (f"{_OF}/timezone", "timezone belongs to the periods 1d, 7d and month"),
             (f"{_OF}/unknown_model", "unknown_model belongs to cost_key usage:dollars"),
         ],
     ),

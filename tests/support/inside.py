@@ -85,7 +85,7 @@ IMPORTED = {
         remote replicas rules scripts shard side_connections topology
     """,
     "store/rules": """
-        budget chain documents ring root session take_back tree windows
+        budget calendar chain documents ring root session take_back tree windows
     """,
     "transport": """
         acceptor fast grpc grpcio headers health http2 tls

@@ -23,6 +23,8 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
+from extproc.store.rules.calendar import Calendar
+
 BUCKET: Final = 0
 PERIOD: Final = 1
 BREAKER: Final = 2
@@ -69,7 +71,7 @@ In others, the second number is a time or an amount, so never negative.
 
 
 class Take:
-    """The take of a request from one budget, or its settlement; never changed.
+    """The take of a request from one budget, or its settlement; changed only by `at`.
 
     Attributes:
         key: the budget's key; like all keys, it ends in two hex digits.
@@ -81,6 +83,7 @@ class Take:
         span: length of the period, or how long the breaker stays open, in milliseconds; 0 if only
             an operator closes it.
         offset: when the first period began, in milliseconds since 1970.
+        calendar: of periods whose lengths differ; `at` sets `span` and `offset` from it.
         start: in a settlement, the start in the answer to the take; else -1.
         marker: key of a settlement's marker, in the same hash slot; empty if it cannot come twice.
         lifetime_ms: maximum lifetime of the state, in milliseconds, unless its level is negative.
@@ -100,6 +103,7 @@ class Take:
         marker: str = "",
         lifetime_ms: int = 0,
         arguments: tuple[int, ...] = (),
+        calendar: Calendar | None = None,
     ) -> None:
         """Compute the lifetime unless it is given."""
         if lifetime_ms:
@@ -118,11 +122,19 @@ class Take:
         self.start = start
         self.marker = marker
         self.arguments = arguments
+        self.calendar = calendar
 
     @property
     def settles(self) -> bool:
         """Whether it is a settlement."""
         return self.start >= 0
+
+    def at(self, now: int) -> Take:
+        """Set the period of the calendar that contains `now`, in milliseconds; returns the take."""
+        if self.calendar is not None:
+            self.offset, end = self.calendar.find(now)
+            self.span = end - self.offset
+        return self
 
     def share(self, replicas: int) -> Take:
         """This take for one of several replicas without a store, with a share of the limit.
@@ -148,7 +160,9 @@ class Take:
         return self._copy(amount, self.limit, self.rate, start, marker)
 
     def _copy(self, amount: int, limit: int, rate: int, start: int, marker: str) -> Take:
-        return Take(self.key, self.kind, amount, limit, rate, self.span, self.offset, start, marker)
+        take = Take(self.key, self.kind, amount, limit, rate, self.span, self.offset, start, marker)
+        take.calendar = self.calendar
+        return take
 
 
 class Taken:

@@ -232,12 +232,21 @@ def test_period_has_stages_and_ends_by_calendar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("period", "seconds"), [("5m", 240), ("1h", 3_540), ("1d", 43_140), ("7d", 215_940)]
+    ("period", "zone", "seconds"),
+    [
+        ("5m", None, 240),
+        ("1h", None, 3_540),
+        ("1d", None, 43_140),
+        ("7d", None, 215_940),
+        ("month", None, 388_740),
+        ("1d", "Asia/Tokyo", 10_740),
+        ("7d", "America/New_York", 215_940 + 5 * 3_600),
+        ("month", "Europe/Berlin", 388_740 - 3_600),
+    ],
 )
-def test_periods_begin_by_the_calendar(period: str, seconds: int) -> None:
-    service, clock = serve(
-        limited(rule("cost_based", budget=1, period=period, staged_actions=REJECT))
-    )
+def test_periods_begin_by_the_calendar(period: str, zone: str | None, seconds: int) -> None:
+    config = {"period": period, "timezone": zone} if zone else {"period": period}
+    service, clock = serve(limited(rule("cost_based", budget=1, staged_actions=REJECT, **config)))
     clock.now = NOON + 60_000  # on a Thursday
 
     answers = [ask(service) for _ in range(2)]

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Callable
+from time import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from extproc.store.rules.budget import Taken
 from tests.support.budget_policies import bucket, limited, refused
 from tests.support.budgets import (
     CASES,
+    MONTH,
     NOON,
     REQUESTS,
     Model,
@@ -21,6 +23,7 @@ from tests.support.budgets import (
     list_asked,
     make_breaker,
     make_bucket,
+    make_month,
     make_period,
     make_takes,
     shown,
@@ -50,6 +53,12 @@ def test_budgets_equal_a_plain_model(opened: Driver, sent: list[Sent]) -> None:
         takes = make_takes(request)
         answers.append(ask_store(store, takes, now))
         assert [shown(answer) for answer in answers[-1]] == model.ask(takes, now)
+
+
+def test_month_follows_the_clock_of_the_server(store: Driver) -> None:
+    (taken,) = ask_store(store, [make_month()], None)
+
+    assert taken.start in MONTH.find(round(time() * 1000))
 
 
 def test_simultaneous_requests_never_take_too_much(store: Driver) -> None:
