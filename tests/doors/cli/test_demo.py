@@ -31,10 +31,7 @@ PORT_FLAGS = (
 
 
 class Demo(Process):
-    """A demo on free ports."""
-
     def __init__(self, policy: Path, log: Path) -> None:
-        """Wait until it is up, and read its ports and processes from the screen."""
         flags = [item for flag in PORT_FLAGS for item in (flag, "0")]
         super().__init__(
             [sys.executable, str(ENVOY_FOLDER / "demo.py"), "--policy", str(policy), *flags], log
@@ -53,15 +50,12 @@ class Demo(Process):
         self.children = [int(pid) for pid in re.findall(r"pid (\d+)", screen)]
 
     def post(self, path: str) -> int:
-        """The status of a request through Envoy, the same each time."""
         return request(self.envoy, "POST", path)[0]
 
     def metrics(self) -> str:
-        """Loopguard's metrics."""
         return request(self.admin, "GET", "/metrics")[1]
 
     def left(self) -> list[str]:
-        """Children that still run, and ports that still answer."""
         return [f"pid {pid}" for pid in self.children if alive(pid)] + [
             f"port {port}" for port in self.ports if listens(port)
         ]

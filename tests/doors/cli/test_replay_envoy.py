@@ -185,7 +185,6 @@ def test_show_callers_records_names_and_live_fingerprints(
 
 @pytest.mark.deep
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
-    """Ten times the log, callers, paths and loops need less than 20 MB more."""
     (tmp_path / "policies.json").write_text(
         json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER)))
     )

@@ -41,7 +41,6 @@ def test_validate_and_serve_fail_alike(capsys: pytest.CaptureFixture[str], tmp_p
 
 @pytest.fixture
 def taken() -> Iterator[str]:
-    """A TCP address in use."""
     with socket.create_server(("127.0.0.1", 0)) as holder:
         yield f"127.0.0.1:{holder.getsockname()[1]}"
 

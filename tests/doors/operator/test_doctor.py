@@ -60,8 +60,6 @@ ANN = {"x-user-id": "ann"}
 
 
 class Doctor:
-    """One run of the command, in this process."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str], *replicas: Loopguard) -> None:
         asked = [part for replica in replicas for part in ("--admin", replica.admin_url)]
         capsys.readouterr()
@@ -126,7 +124,6 @@ def test_log_readyz_and_doctor_name_the_build(
 
 
 def flat(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, without the line breaks of a narrow terminal."""
     return " ".join(capsys.readouterr().out.split())
 
 

@@ -135,7 +135,6 @@ def make_requests(secret: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def make_body() -> bytes:
-    """A conversation that repeats itself."""
     turn = [
         {
             "role": "assistant",

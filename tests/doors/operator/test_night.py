@@ -73,7 +73,6 @@ class Night:
         return [replica.get("/overrides")[1] for replica in self.made.replicas]
 
     def read_loops(self) -> list[dict[str, dict[str, Any]]]:
-        """What each replica reports, by user."""
         return [
             {loop["descriptors"]["x-user-id"]: loop for loop in list_loops(replica.ask("/loops"))}
             for replica in self.made.replicas

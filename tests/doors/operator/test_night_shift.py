@@ -47,14 +47,12 @@ class Shift(Scene):
         return ran.stdout
 
     def order(self, row: Row, verb: str) -> str:
-        """Run a command that a row shows, as it is; returns it."""
         command = row.commands[verb]
         assert command.startswith(f"loopguard {verb} "), command
         self.enter(command)
         return command
 
     def look(self) -> list[Row]:
-        """Run `top` once, and read its table and the commands below."""
         table, *blocks = self.enter("loopguard top --once --commands").strip().split("\n\n")
         rows = []
         for block in blocks:
@@ -112,14 +110,12 @@ def made() -> Iterator[tuple[Stack, dict[str, str]]]:
 
 
 def find(rows: Sequence[Row], *words: str) -> Row:
-    """The only row with these words."""
     found = [row for row in rows if all(word in row.text for word in words)]
     assert len(found) == 1, (words, [row.text for row in rows])
     return found[0]
 
 
 def test_a_night_ends_with_the_commands_that_top_shows(made: tuple[Stack, dict[str, str]]) -> None:
-    """Find, understand, act, and see that it worked."""
     parts, environment = made
     shift = Shift(parts, "eve", "crm_find", environment)
     callers = [f"{name}-eve" for name in ("storm", "stuck", "spender", "poller")]

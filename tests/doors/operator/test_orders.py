@@ -25,8 +25,6 @@ GOOD = {**JSON, "authorization": f"Bearer {TOKEN}"}
 
 
 class Running:
-    """A server that accepts orders with a token, and over its socket."""
-
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.tokens = folder / "tokens"
         self.tokens.write_text(f"{TOKEN}\n")

@@ -49,7 +49,6 @@ def send(made: Stack, user: str, path: str, times: int = THRESHOLD) -> list[int]
 
 
 def grow(made: Stack, percent: int, **more: object) -> None:
-    """Change the share, and wait until every replica has it."""
     made.write_policies(ramped(percent, **more))
     eventually(
         lambda: all(

@@ -275,8 +275,6 @@ def test_release_resets_all_budgets() -> None:
 
 
 class Slow(FailingStore):
-    """A store that answers when a test says so."""
-
     def __init__(self) -> None:
         super().__init__("no key")
         self._waiting: list[Pending | None] = []
@@ -289,7 +287,6 @@ class Slow(FailingStore):
 
     # Questions, and answers to come
     def hit(self, hits: Any, now: int | None = None) -> Any:  # noqa: ANN401
-        """Answer at once unless calls are to wait."""
         answers = self._memory.hit(hits, now)
         if not self._waiting:
             return answers
@@ -358,7 +355,6 @@ class HalfAway(FailingStore):
         super().__init__("no key")
 
     def hit(self, hits: Any, now: int | None = None) -> list[Any]:  # noqa: ANN401  # questions
-        """Take from one, fail for the other."""
         asked: list[Question] = [hit for hit in hits if ":away:" not in hit.key]
         answers = iter(self._memory.hit(asked, now) if asked else [])
         found = [None if ":away:" in hit.key else next(answers) for hit in hits]

@@ -52,12 +52,10 @@ class Sent(NamedTuple):
 
     @property
     def prompt(self) -> int:
-        """The tokens of its prompt."""
         return -(-self.size // 4)
 
     @property
     def output(self) -> int:
-        """The tokens of all its answers."""
         return (self.most or 1_000) * self.samples * self.share // 100
 
     @property
@@ -69,7 +67,6 @@ class Sent(NamedTuple):
 
     @property
     def entry(self) -> dict[str, Any]:
-        """Its entry in the access log."""
         told = {"input": self.prompt, "output": self.output}
         sizes = (self.size + 80, self.output * 4 + 100)
         streamed = {"sizes": (sizes[0], self.output * (4 + self.air)), "headers": STREAM}
@@ -131,7 +128,6 @@ class Replicas:
         self.replicas = [make_service(limited(made, **spec), store=store) for _ in range(2)]
 
     def send(self, sent: Sent, replica: int) -> bool:
-        """Send a request, and report its outcome; returns whether it passed."""
         limit = {"max_tokens": sent.most} if sent.most else {}
         content = chat("x" * sent.size, stream=True, n=sent.samples, **limit)
         answer = ask(self.replicas[replica], "k" if sent.named else "", CHAT + sent.path, content)

@@ -96,7 +96,6 @@ def older(document: Json) -> None:
 
 
 def wrap_in_a_struct(document: Json) -> None:
-    """As control planes wrap messages that they do not know."""
     config = find(document, FILTER)
     wrapped = {
         "@type": "type.googleapis.com/xds.type.v3.TypedStruct",

@@ -126,7 +126,6 @@ HOSTED = bundle(
 
 
 def own_host(document: Json) -> None:
-    """The guarded route has a virtual host of its own, and all others have one without it."""
     hosts = find(document, f"{_CONFIG}/virtual_hosts")
     hosts[0]["domains"] = ["api.example"]
     hosts.append(

@@ -500,8 +500,6 @@ def test_usage_error_is_one_line(
 
 @dataclass
 class Tally:
-    """A counter."""
-
     count: int = 0
 
 

@@ -67,7 +67,6 @@ def test_tenant_uses_up_only_its_own_time() -> None:
 
 @pytest.mark.slow
 def test_only_caller_gets_all_of_the_time() -> None:
-    """One key is often a whole company."""
     got = run(InspectionBudget(0.0), {"company": 3.0}, 60.0)
 
     assert got["company"] == pytest.approx(SHARE + BURST_SECONDS / 60, rel=0.02)

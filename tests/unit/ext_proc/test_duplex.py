@@ -81,7 +81,6 @@ class Gateway:
         self._hold_ms = 0
 
     def send(self, message: ProcessingRequest) -> None:
-        """Send a message, and check the answers to it."""
         if self._over:
             return
         kind = message.WhichOneof("request")
@@ -97,7 +96,6 @@ class Gateway:
             assert self.answers[-1].WhichOneof("response") in (kind, "immediate_response")
 
     def take(self, reply: Reply, *, ended: bool = False) -> None:
-        """Read the messages of a reply."""
         assert reply.answer is not None or not reply.rest
         for data in [] if reply.answer is None else [reply.join_answer(), *reply.rest]:
             self._read(ProcessingResponse.FromString(data))
@@ -141,7 +139,6 @@ class Gateway:
             self.got += mutation.body if mutation.WhichOneof("mutation") else self.sent[-1]
 
     def finish(self) -> Passed:
-        """Close the stream."""
         self.stream.close()
         last = self.answers[-1]
         refused = last.WhichOneof("response") == "immediate_response"
@@ -164,7 +161,6 @@ class Gateway:
 
 
 def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
-    """A body in chunks, some of them empty, that end at these places."""
     places = [0, *sorted(min(place, len(data)) for place in cuts), len(data)]
     return [data[start:end] for start, end in pairwise(places)]
 
@@ -184,7 +180,6 @@ def pass_through(
     length: bool = False,
     encoding: str = "",
 ) -> Passed:
-    """The outcome of one request. A buffered body comes as a whole."""
     gateway = Gateway(service, mode)
     told = {"content_length": str(sum(map(len, chunks)))} if length else {}
     if encoding:
@@ -382,7 +377,6 @@ def feed(gateway: Gateway, count: int, size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("last", ["end", "trailers"])
 def test_body_above_the_bound_passes_whole_and_counted(last: str) -> None:
-    """It is counted by its checksum, and no longer refused."""
     service = make_service(policy("p", ANY))
     data = [b"%d" % number * (HELD_BYTES // 7) for number in range(9)]
 
@@ -514,7 +508,6 @@ def test_equal_bodies_count_as_equal_however_compressed(mode: str, encoding: str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bodies_that_cannot_be_unpacked_count_as_sent(mode: str) -> None:
-    """A bomb is not unpacked beyond the bound."""
     bomb = [gzip.compress(bytes(20_000_000), level, mtime=0) for level in (1, 9)]
     service = make_service(policy("p", ANY, threshold_identical_requests=2))
 

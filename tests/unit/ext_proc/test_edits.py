@@ -33,26 +33,22 @@ _TOOLS = [
 
 
 def ask(service: Service, data: bytes, path: str = "/v1/x", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # as `headers`
-    """The answer to one request of a session; `more` are headers."""
     return decoded(
         exchange(service, headers(path, x_team="t", x_session_id="s", **more), body(data))[-1]
     )
 
 
 def repeat(service: Service, data: bytes, path: str = "/v1/x", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # as above
-    """The answer to the second of two equal requests."""
     return [ask(service, data, path, **more) for _ in range(2)][-1]
 
 
 def steering(**loop: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of loop_detection
-    """A policy that steers from the second request on, and counts what sessions cost."""
     made = policy("steer", ANY, **{"action": "steer", "threshold_identical_requests": 2, **loop})
     made["spec"]["session_limits"] = {"max_steps": 1_000}
     return made
 
 
 def narrowing(*, every: bool) -> dict[str, Any]:
-    """A policy that removes a tool, or all of them, because the history shows a call."""
     limits: dict[str, Any] = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
     return {
         "id": "narrow",

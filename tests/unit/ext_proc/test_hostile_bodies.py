@@ -39,7 +39,6 @@ from tests.support.service import (
 
 
 def _looking(identity: str, mode: str, **more: object) -> dict[str, Any]:
-    """A policy with a detector of each similarity, and a descriptor from the body."""
     made = policy(identity, ANY, mode=mode, limit_keys=["body:/model"], missing_descriptor="share")
     common = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, **more}
     made["spec"]["loop_detection"] = [
@@ -64,7 +63,6 @@ def _service(**more: object) -> Service:
 
 
 def _send(service: Service, data: bytes) -> ProcessingResponse:
-    """The answer to one request, in which only the body may be wrong."""
     first, last = exchange(service, headers(), body(data))
     answer = decoded(last)
     assert not first.done

@@ -25,7 +25,6 @@ _MIB = 2**20
 
 
 def _reader(name: str, identity: str, mode: str = "enforce") -> dict[str, Any]:
-    """A policy in which only one reader looks into bodies."""
     made = policy(identity, ANY, mode=mode, limit_keys=[_KEY])
     del made["spec"]["loop_detection"]
     made["spec"] |= READERS[name]

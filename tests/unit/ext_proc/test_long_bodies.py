@@ -47,7 +47,6 @@ def make_body(
 
 
 def send(service: Service, data: bytes, *, chunk: int = 0, **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    """The last answer to a body that is buffered, or streamed in chunks of this size."""
     places = range(0, len(data), chunk or len(data))
     chunks = [body(data[place : place + places.step], end=place == places[-1]) for place in places]
     return decoded(

@@ -70,8 +70,6 @@ PATHS: dict[str, tuple[str, str, Callable[[str, str], dict[str, Any]]]] = {
 
 
 class Agent:
-    """A stuck agent, whose program continues after a refusal."""
-
     def __init__(self, api: str = "chat") -> None:
         self.path, self.key, self.say = PATHS[api]
         self.api = api
@@ -88,7 +86,6 @@ class Agent:
         self.turns = 0
 
     def act(self) -> None:
-        """The model calls a tool."""
         before, after = [
             SHAPES[self.api]([READ] * turns)[self.key] for turns in (self.turns, self.turns + 1)
         ]
@@ -114,17 +111,14 @@ class Agent:
         return text
 
     def send(self, data: bytes, path: str = "", caller: str = "ann") -> ProcessingResponse:
-        """The answer to a body."""
         return decoded(
             exchange(self.service, headers(path or self.path, x_user_id=caller), body(data))[-1]
         )
 
     def hear(self, role: str, text: str) -> None:
-        """Append a message."""
         self.body[self.key].append(self.say(role, text))
 
     def loop(self, *, stream: bool = False) -> str:
-        """Take equal turns up to the refusal."""
         for _ in range(3):
             self.act()
         return self.ask(stream=stream)

@@ -165,7 +165,6 @@ def send(service: Service, agent: Agent, data: bytes, state: str) -> list[Told]:
 
 
 def list_requests(random: Random, count: int) -> Iterator[tuple[Agent, bytes]]:
-    """Requests of a few agents, one of them with a new body of 1 MB."""
     agents = [Agent(random, f"a{number}") for number in range(2)]
     large = random.randrange(count)
     for number in range(count):
@@ -181,7 +180,6 @@ def list_requests(random: Random, count: int) -> Iterator[tuple[Agent, bytes]]:
 def draw(
     random: Random,
 ) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, dict[str, Any]]]]:
-    """Policies that enforce, and the same between others that watch."""
     enforcing = [("enforce", spec) for spec in random.sample(_SPECS, 3)]
     watching = [("shadow", spec) for spec in random.sample(_SPECS, 3)]
     return enforcing, [*watching[:2], *enforcing, *watching[2:]]
@@ -251,7 +249,6 @@ def make_reading(first: dict[str, Any], second: dict[str, Any]) -> Service:
 
 
 def vary(random: Random, written: dict[str, Any]) -> bytes:
-    """A body, or a near copy: cut, edited in the middle, reordered, or spelled otherwise."""
     key = next((key for key in _LISTS if isinstance(written.get(key), list)), "")
     messages = list(written.get(key, ()))
     place = random.randrange(len(messages)) if messages else 0

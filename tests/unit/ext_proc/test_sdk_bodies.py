@@ -210,7 +210,6 @@ def test_ollama_request_has_no_tools_where_all_go(model: FakeModel) -> None:
 
 
 def split_messages(listed: bytes) -> tuple[list[bytes], list[bytes]]:
-    """The messages up to the model's last one, and the newer ones."""
     messages = [bytes(item) for item in msgspec.json.decode(listed, type=list[msgspec.Raw])]
     said = [json.loads(message) for message in messages]
     calls = [
@@ -222,7 +221,6 @@ def split_messages(listed: bytes) -> tuple[list[bytes], list[bytes]]:
 
 
 def check_prefix(api: str, action: str, sent: bytes, **loop: str) -> None:
-    """Checks that only the choice among tools changes before the newest messages."""
     service = make_service(policy("p", ANY, action=action, threshold_identical_requests=2, **loop))
     before, after = (
         split(sent),

@@ -388,7 +388,6 @@ def described(
     claims: dict[str, Any] | None = None,
     attributes: dict[str, str] | None = None,
 ) -> ProcessingRequest:
-    """A request with further headers, claims that Envoy has verified, and attributes."""
     message = headers(end=True, attributes=attributes)
     for name, value in more:
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())

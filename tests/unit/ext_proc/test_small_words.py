@@ -60,7 +60,6 @@ def _root_logger() -> Iterator[None]:
     ],
 )
 def test_refusal_in_a_cooldown_does_not_say_1_times(similarity: str, said: str) -> None:
-    """The window may end long before the cooldown."""
     loops: dict[str, Any] = {
         "threshold_identical_requests": 2,
         "window_seconds": 1,

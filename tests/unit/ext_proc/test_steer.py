@@ -150,7 +150,6 @@ def test_only_the_note_is_added_in_every_api(
 def test_only_note_and_tool_choice_change(
     api: str, front: bool, spaced: bool, loop: dict[str, Any]
 ) -> None:
-    """Tools may be before the messages or behind them."""
     service = make_service(policy("p", ANY, **loop | {"escalate": {}}))
     api, declared = (
         ("chat", DECLARED["chat"] | {"tool_choice": "auto"})

@@ -57,7 +57,6 @@ def _write(shape: str) -> dict[str, Any]:
 
 
 def _mutate(value: Any) -> Iterator[Any]:  # noqa: ANN401  # of JSON
-    """The value with a bad byte and another wrong value at each place, and without members."""
     yield from (WRONG[0], next(_TURNS))
     if isinstance(value, dict):
         for key, inner in value.items():

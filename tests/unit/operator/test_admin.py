@@ -273,7 +273,6 @@ def test_server_listens_on_ipv4_ipv6_and_all_interfaces(text: str) -> None:
 
 
 def test_address_that_cannot_be_used_is_one_error(tmp_path: Path) -> None:
-    """The error names the place and the flag; a server that has never started can be stopped."""
     admin, missing = make_admin(), f"{tmp_path}/no/such/folder"
     with serving(make_admin()) as port, pytest.raises(LoopguardError) as in_use:
         admin.start(parse_address(f"127.0.0.1:{port}"))
@@ -365,8 +364,6 @@ GUARD = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:a"])
 
 
 class Made:
-    """A server that does not listen yet, and its pages."""
-
     def __init__(self, folder: Path, document: dict[str, Any], **settings: Any) -> None:  # noqa: ANN401  # of the process
         file = folder / "p.json"
         file.write_text(json.dumps(document))

@@ -68,10 +68,6 @@ def make_night() -> Service:
 
 @pytest.mark.slow
 def test_page_headline_has_everything_that_burns_money() -> None:
-    """Each has a section above the loops, in that order; what is healthy is folded.
-
-    What a tool is called is text.
-    """
     made = Operated(services=[make_night()])
     text, other = made.read(), made.read(policy="other")
 
@@ -240,7 +236,6 @@ def loop(made: Operated, users: str = "a", tasks: str = "1", times: int = 4) -> 
 
 
 def read_now(made: Operated, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What the first row of the page says, and that of `top`."""
     found = re.search(r'data-name="now"><div><span[^>]*>([^<]*)<', made.read())
     with made.listen() as url:
         assert main(["top", "--once", "--admin", url]) == 0

@@ -86,7 +86,6 @@ def state_of(service: Service) -> State:
 
 
 def counts_of(service: Service) -> dict[str, int]:
-    """What the only pair has counted, without what is 0."""
     return {name: count for name, count in state_of(service).counts.items() if count}
 
 

@@ -183,7 +183,6 @@ NOW = 1_000_000.0
 
 
 def write_loop(repeats: str) -> Loop:
-    """A loop, of which only the name matters."""
     name: Any = {
         "policy": "p",
         "detector": "d",

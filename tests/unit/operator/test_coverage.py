@@ -26,7 +26,6 @@ BY_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "missing_descript
 
 
 def describe(*services: Service) -> dict[str, Any]:
-    """What several replicas say together about the last minutes."""
     documents = [
         service.reporter.coverage.make_document(shows_callers=False) for service in services
     ]

@@ -47,7 +47,6 @@ def start(metrics: Metrics, **settings: str) -> Events:
 
 @pytest.fixture
 def authorities(tmp_path: Path) -> str:
-    """The file for `--events-ca`."""
     file = tmp_path / "ca.pem"
     CA.cert_pem.write_to_path(str(file))
     return str(file)
@@ -164,8 +163,6 @@ def test_unreachable_receiver_costs_a_bounded_queue(monkeypatch: pytest.MonkeyPa
 
 
 class Told:
-    """What watchers send, as kind, subject and data."""
-
     def __init__(self) -> None:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
 

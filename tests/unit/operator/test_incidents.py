@@ -27,8 +27,6 @@ PATHS = {as_responses: "/v1/responses", as_anthropic: "/v1/messages"}
 
 
 class Fleet(Operated):
-    """Agents of several callers behind policies, and a clock of the test's own."""
-
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
@@ -63,7 +61,6 @@ class Fleet(Operated):
         return str(metadata_of(decoded(self.send(*sent, **more))).get("action", "allow"))
 
     def fail(self, callers: str = "ab", tasks: str = "123", *more: Any, **loop: Any) -> list[str]:  # noqa: ANN401  # as `send`
-        """The actions for a session of each caller about each task."""
         return [self.act(caller, task, *more, **loop) for task in tasks for caller in callers]
 
     def list_incidents(self) -> list[dict[str, Any]]:
@@ -78,7 +75,6 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 @pytest.mark.parametrize(("times", "early"), [(3, "steer"), (5, "reject")])
 def test_fifth_failing_session_begins_an_incident(fleet: Fleet, times: int, early: str) -> None:
-    """No note of an incident announces a refusal."""
     assert fleet.fail("ab", "123", times) == [early] * 4 + ["steer"] * 2
     note = json.dumps(steered(decoded(fleet.send("c", "9", times))))
     assert "Tool failing: " in note

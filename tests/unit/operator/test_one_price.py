@@ -57,7 +57,6 @@ def loop(
 
 
 def read_costs(made: Operated, replica: int = 0) -> list[tuple[float, float]]:
-    """The cost of all requests and its estimated part, in loops, sessions and budgets."""
     (row,) = made.ask("/loops", replica)["conversations"]
     assert (row["requests"], row["requests_sent_on"]) == (REQUESTS, REQUESTS)
     runs, budgets = (

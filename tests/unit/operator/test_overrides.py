@@ -68,7 +68,6 @@ def ask(
 
 
 def count(service: Service, kind: str, mode: str = "enforce") -> float:
-    """How many requests overrides of a kind have decided."""
     return sample(service, "overridden_total", policy="p", mode=mode, kind=kind)
 
 
@@ -879,7 +878,6 @@ BY_USER: dict[str, Any] = {"caller": BY_NAME}
 
 
 def by(key: str) -> dict[str, Any]:
-    """A session by this key."""
     return {"session": {key: "s"}}
 
 

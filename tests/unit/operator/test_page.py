@@ -313,7 +313,6 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(chromium: Browser) -> Browser:
-    """The window of a desktop."""
     chromium.resize(1280, 900)
     chromium.prefer("light")
     chromium.problems.clear()
@@ -347,7 +346,6 @@ def test_page_refreshes_unless_paused(browser: Browser) -> None:
 
 
 def find_copied(browser: Browser, word: str) -> str:
-    """What is on the clipboard, if it is such a command."""
     text = browser.paste()
     return text if text.startswith(f"loopguard {word} ") else ""
 

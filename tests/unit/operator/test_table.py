@@ -15,8 +15,6 @@ MOST, SHARE = 8, 3
 
 @dataclass
 class Seen:
-    """A row."""
-
     last: float = 0.0
     key: tuple[str, ...] = ()
 

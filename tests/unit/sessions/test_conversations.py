@@ -260,7 +260,6 @@ MOST = 5
 def list_wrong(
     runs: list[Run], order: str, random: Random, limit: str
 ) -> list[tuple[int, int, bool]]:
-    """Requests that were wrongly refused or passed: the run, its turns, and the verdict."""
     limits: dict[str, Any] = {limit: MOST}
     service = make_service(limited(**limits))
     wrong = []

@@ -38,7 +38,6 @@ ROOT = "root"
 
 
 def claude(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, str]:
-    """The headers of Claude Code."""
     named = {"x_claude_code_agent_id": agent, "x_claude_code_parent_agent_id": parent}
     return {
         "x_claude_code_session_id": root,

@@ -44,7 +44,6 @@ LONGEST = 2**20
 
 
 def join(lines: list[Any]) -> bytes:
-    """Values as lines; bytes stand there as they are."""
     return b"".join(
         [line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines]
     )

@@ -51,7 +51,6 @@ def describe(loop: Repeat | None) -> str:
 
 
 def find_live(shape: str, turns: list[Did]) -> str:
-    """What the detector finds in a whole request."""
     try:
         document = Document(json.dumps(SHAPES[shape](turns)).encode())
         return describe(JUDGING.turns.find_loop(JUDGING.turns.rule.read(document)))
