@@ -94,9 +94,18 @@ def test_conversation_is_one_row_for_all_policies() -> None:
     assert sum(loop["requests"] for loop in row["loops"]) > len(acted)
     assert (row["requests"], row["requests_sent_on"], row["requests_not_sent_on"]) == (5, 3, 2)
     size = sum(len(sent[place]) for place in acted if forwarded[place])
-    assert (row["input_tokens_sent_on"], row["cost_sent_on_usd"]) == (size // 4, size // 4)
-    assert row["input_tokens_not_sent_on"] == size * 2 // 3 // 4
-    assert (row["action"], row["shadow"], row["tools"]) == ("reject", "reject", ["search"])
+    assert (
+        row
+        | {
+            "input_tokens_sent_on": size // 4,
+            "cost_sent_on_usd": size // 4,
+            "input_tokens_not_sent_on": size * 2 // 3 // 4,
+            "action": "reject",
+            "shadow": "reject",
+            "tools": ["search"],
+        }
+        == row
+    )
     assert report["total"]["requests"] == 5
 
 
@@ -497,13 +506,20 @@ def test_incident_is_one_row_with_its_loops() -> None:
 
     (incident,) = report["incidents"]
     assert forwarded == [False] * 4 + [True] * 4
-    assert (incident["tool"], incident["policies"]) == ("search", ["agents", "canary"])
-    assert (incident["sessions"], incident["callers"], incident["not_refused"]) == (6, 3, 4)
     assert (
-        incident["requests"],
-        incident["requests_sent_on"],
-        incident["requests_not_sent_on"],
-    ) == (8, 4, 4)
+        incident
+        | {
+            "tool": "search",
+            "policies": ["agents", "canary"],
+            "sessions": 6,
+            "callers": 3,
+            "not_refused": 4,
+            "requests": 8,
+            "requests_sent_on": 4,
+            "requests_not_sent_on": 4,
+        }
+        == incident
+    )
     assert (len(incident["conversations"]), incident["active"]) == (4, True)
     assert [row["descriptors"] for row in report["conversations"]] == [{"x-user-id": "dora"}]
     assert report["total"]["requests"] == 9

@@ -633,8 +633,14 @@ def test_store_and_lists_have_no_caller_values() -> None:
         **given,
         "meets": tuple(given["meets"]),
     }
-    assert given["caller"] == {"x-user-id": hash_descriptor("x-user-id", "ann")}
-    assert given["session"] == hash_descriptor("header:x-session-id", "secret")
+    assert (
+        given
+        | {
+            "caller": {"x-user-id": hash_descriptor("x-user-id", "ann")},
+            "session": hash_descriptor("header:x-session-id", "secret"),
+        }
+        == given
+    )
 
 
 def test_reload_keeps_orders() -> None:
