@@ -11,6 +11,7 @@ import pytest
 from tests.bench.precision.__main__ import main
 from tests.bench.precision.conversations import read_conversation
 from tests.bench.precision.measure import make_share
+from tests.bench.precision.others import RULES
 from tests.bench.precision.page import fill_page
 from tests.support import ROOT
 from tests.support.documents import bundle, policy
@@ -89,6 +90,7 @@ def test_precision_reads_every_format(
         0,
         {"median": 7, "longest": 7},
     )
+    assert [each["request"] for each in (*acted["found"], *refused["found"])] == [6, 10]
     assert (refused["loops"]["of"], refused["others"]["of"], refused["successes"]["of"]) == (
         1,
         1,
@@ -131,6 +133,8 @@ def test_precision_lists_wrong_and_early_actions(
         "late": 8,
     }
     assert [each["id"] for each in refused["missed"]] == ["late", "missed"]
+    others = {rule: found.find(rule, "others")["refused"]["wrong"][0]["request"] for rule in RULES}
+    assert others == {"OpenHands": 7, "gemini-cli": 9, "OpenRouter": 9, "equal calls": 10}
     assert (refused["early"], refused["unclear"], refused["successes"]["found"]) == (1, 1, 1)
     assert refused["wrong"][0]["place"] == f"{tmp_path}/set.gz:1"
 

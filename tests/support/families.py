@@ -399,6 +399,16 @@ LOOPS: dict[str, Family] = {
         _ERRORS, lambda tool, error, n: call(tool, f"{error} {n % 6}", n, of=n % 6)
     ),
     "every call fails alike": stick(_ERRORS, lambda tool, error, n: call(tool, error, n, of=n)),
+    "other answers, the same complaint": stick(
+        ["age", "address.street", "items.3.price", "kind", "name"],
+        lambda tool, field, n: call(
+            tool,
+            f"1 validation error for Person\n{field}\n  Input should be a valid integer "
+            f"[type=int_type, input_value='about {n}', input_type=str]",
+            n,
+            **{field: f"about {n}"},
+        ),
+    ),
     "talk to a program": cross(
         ["the key", "a person", "the tests", "the network", "a review", "the budget"],
         [
