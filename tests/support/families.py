@@ -419,7 +419,7 @@ LOOPS: dict[str, Family] = {
             "It is {}:00 now. Check whether there is anything new to do, and do it.",
         ],
         lambda missing, words: each(
-            lambda n: talk(f"I wait for {missing} {'still ' * n}.", words.format(n), n), LOOP_TURNS
+            lambda n: talk(f"I wait for {missing}, now {n} times.", words.format(n), n), LOOP_TURNS
         ),
     ),
     "a circle with one new step in eight": cross(_TOOLS, "12345", wander),
