@@ -1,12 +1,14 @@
 """`make precision`: how accurate policies are on labelled conversations.
 
-Each line of a set is a JSON object: a conversation as its last request shows it, and a `label`. In
-    a label, `loop` is true,
-false, or null if unclear; `begins` is the number of the model's first answer in the loop, starting
-at 1; `success` is whether the agent reached its goal; `kind` groups conversations for `--kinds`.
-The conversation is `messages`, `input` (Responses), `contents` (Gemini), `steps` (ATIF), `requests`
-(a list of bodies as sent), or `file`, a path to one of these. Other keys of the body, such as
-`tools`, can stand beside it.
+Each line of a set is a JSON object: a conversation as its last request shows it, and a `label`.
+
+    {"label": {"loop": true, "begins": 4, "success": false, "kind": "tests"}, "messages": [...]}
+
+In a label, `loop` is true, false, or null if unclear; `begins` is the number of the model's first
+answer in the loop, starting at 1; `success` is whether the agent reached its goal; `kind` groups
+conversations for `--kinds`. The conversation is `messages`, `input` (Responses), `contents`
+(Gemini), `steps` (ATIF), `requests` (a list of bodies as sent), or `file`, a path to one of these.
+Other keys of the body, such as `tools`, can stand beside it.
 
 Label a conversation by reading all of it, before anything has judged it. A loop is an agent that
 repeats itself and learns nothing new, even if it recovers later; it begins with the first answer

@@ -3,8 +3,8 @@
 `__main__` has the format.
 
 A conversation is written as its last request, which contains all others: each answer of the model
-    had a request with everything
-before it. If the client left something out, the set has the requests themselves.
+had a request with everything before it. If the client left something out, the set has the requests
+themselves.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
