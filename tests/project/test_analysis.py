@@ -62,8 +62,7 @@ def judge(name: str, result: list[float]) -> str:
 def test_queries_use_existing_metrics_and_labels(name: str) -> None:
     reading = Reading(query_of(name).replace('"strict"', '"$policy"'), series())
 
-    assert reading.problems == []
-    assert reading.labels == frozenset()
+    assert (reading.problems, reading.labels) == ([], frozenset())
 
 
 def test_flagger_and_argo_rollouts_query_alike() -> None:
@@ -74,8 +73,7 @@ def test_flagger_and_argo_rollouts_query_alike() -> None:
 
 def test_analysis_without_traffic_is_inconclusive() -> None:
     for name in METRICS:
-        assert judge(name, []) == "inconclusive"
-        assert judge(name, [float("nan")]) == "inconclusive"
+        assert (judge(name, []), judge(name, [float("nan")])) == ("inconclusive", "inconclusive")
     assert judge("requests", [99]) == "inconclusive"
 
 

@@ -89,8 +89,7 @@ def test_dashboard_variables_use_existing_labels(name: str) -> None:
 
     reading = read(found[1])
 
-    assert reading.problems == []
-    assert found[2] == name
+    assert (reading.problems, found[2]) == ([], name)
     assert name in reading.labels
     assert re.findall(r'(\w+)=~"\$\1"', found[1]) == before
 

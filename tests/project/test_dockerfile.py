@@ -253,8 +253,7 @@ def test_container_serves_and_stops(image: Image) -> None:
     assert process.returncode == 0, output
     assert "stopped" in output
     assert '"chat-reject"' in policies
-    assert before[0] == 1
-    assert healthy == (0, "serving")
+    assert (before[0], healthy) == (1, (0, "serving"))
     if not AS_ROOT:
         pytest.skip(
             "not root, so the image ran as the user of the tests and not as its own: that part is "

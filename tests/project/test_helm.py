@@ -158,8 +158,7 @@ def test_pod_starts_from_its_variables_and_files(values: Values, tmp_path: Path)
         chosen = settings.read_settings({}, given)
         asyncio.run(assemble(chosen))
 
-        assert check_first(deployment, root) == 0
-        assert settings.find_unknown(given) == []
+        assert (check_first(deployment, root), settings.find_unknown(given)) == (0, [])
         assert (chosen.listen.host, chosen.listen.port, chosen.admin.port) == (
             "0.0.0.0",  # noqa: S104  # a pod's
             50051,
@@ -553,8 +552,7 @@ def test_switch_adds_only_its_objects(
 ) -> None:
     before, after = kinds({}), kinds(values)
 
-    assert after - before == added
-    assert before - after == removed
+    assert (after - before, before - after) == (added, removed)
 
 
 # ---- Policies
@@ -567,8 +565,7 @@ def test_default_policy_is_preset_in_shadow() -> None:
     preset = json.loads(Path(find_preset(DEFAULT_PRESET)).read_text())
     enforcing = objects({"shadow": {"enabled": False}})
 
-    assert json.loads(text) == bundle(preset)
-    assert preset["spec"]["mode"] == "enforce"
+    assert (json.loads(text), preset["spec"]["mode"]) == (bundle(preset), "enforce")
     assert environment(one(made, "Deployment"))["LOOPGUARD_SHADOW"] == "true"
     assert environment(one(enforcing, "Deployment"))["LOOPGUARD_SHADOW"] == "false"
     assert one(enforcing, "ConfigMap", f"{NAME}-policies") == one(
@@ -762,8 +759,7 @@ def test_network_policy_admits_named_peers() -> None:
     assert [rule["ports"] for rule in (grpc, admin)] == [[{"port": 50051}], [{"port": 9900}]]
     assert grpc["from"][:-1] == values["gateways"]
     assert grpc["from"][-1]["podSelector"]["matchLabels"].items() <= test_labels.items()
-    assert admin["from"] == values["monitoring"]
-    assert spec["egress"] == values["egress"]
+    assert (admin["from"], spec["egress"]) == (values["monitoring"], values["egress"])
     (expression,) = spec["podSelector"]["matchExpressions"]
     covered = {
         item["spec"]["template"]["metadata"]["labels"][expression["key"]]

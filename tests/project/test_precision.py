@@ -77,8 +77,7 @@ def test_precision_reads_every_format(
         [{"label": LOOP, **write(work(2, again=8))}, {"label": HONEST, **write(work(10))}],
     )
 
-    assert (found.code, found.error) == (0, "")
-    assert found.document["requests"] == 22
+    assert (found.code, found.error, found.document["requests"]) == (0, "", 22)
     acted, refused = found.find()["acted_on"], found.find()["refused"]
     assert (acted["loops"]["found"], acted["others"]["found"], acted["turns"]) == (
         1,
@@ -159,8 +158,7 @@ def test_precision_gives_each_conversation_a_caller(
         )
         return share["acted_on"]["loops"]["found"], share["acted_on"]["loops"]["of"]
 
-    assert count() == (1, 3)
-    assert count("--seconds", "3600") == (0, 3)
+    assert (count(), count("--seconds", "3600")) == ((1, 3), (0, 3))
 
 
 def test_precision_reads_named_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,8 +107,7 @@ def test_wheels_are_published_without_a_password() -> None:
     job = dict(list_jobs())["release/publish-wheels"]
     pipeline = yaml.safe_load((ROOT / ".gitlab-ci.yml").read_text())["publish-wheels"]
 
-    assert job["permissions"] == {"id-token": "write"}
-    assert job["environment"] == "release"
+    assert (job["permissions"], job["environment"]) == ({"id-token": "write"}, "release")
     assert "secrets." not in str(job)
     assert "PYPI_ID_TOKEN" in pipeline["id_tokens"]
     assert "TWINE" not in str(pipeline)

@@ -27,8 +27,6 @@ def flood() -> Iterator[bytes]:
 
 @contextmanager
 def answering(answer: Answer | Mapping[str, Answer], *, tls: bool = False) -> Iterator[str]:
-    """A server that gives one answer to every request, or one for each path. Yields its URL."""
-
     class Serving(Handler):
         def serve(self) -> None:
             self.read_body()

@@ -12,7 +12,6 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 
 def fill_page(text: str) -> str:
-    """The page with the current picture. Raises ValueError if the page has no place for it."""
     before, mark, rest = text.partition("<!-- picture -->\n")
     _, end, behind = rest.partition("<!-- end -->")
     if not mark or not end:

@@ -119,14 +119,12 @@ class Browser:
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, element: str) -> None:
-        """Click the middle of the element that a JavaScript expression finds."""
         found = f"{element}.scrollIntoView({{block: 'center'}}), {element}.getBoundingClientRect()"
         x, y = self.run(f"(box => [box.x + box.width / 2, box.y + box.height / 2])(({found}))")
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str) -> None:
-        """Press a key: a character, or Tab, Enter or Escape."""
         known = _KEYS.get(key)
         text = {} if known and key != "Enter" else {"text": "\r" if known else key}
         about: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": known or ord(key.upper())}
@@ -159,7 +157,6 @@ class Browser:
         )
 
     def take_screenshot(self, path: Path) -> None:
-        """Save the window as PNG or WebP, by the file's name."""
         shot = self._call("Page.captureScreenshot", format=path.suffix[1:], quality=50)
         path.write_bytes(base64.b64decode(shot["data"]))
 

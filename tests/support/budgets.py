@@ -242,8 +242,6 @@ class Bucket:
 
 
 class Period:
-    """All requests, each with its calendar period."""
-
     def __init__(self, _: Take) -> None:
         self._used: dict[datetime, int] = {}
         self._current = datetime.min.replace(tzinfo=UTC)
@@ -274,8 +272,6 @@ class Period:
 
 
 class Breaker:
-    """What was spent in each minute."""
-
     def __init__(self, _: Take) -> None:
         self._spent: dict[int, int] = {}
         self._until = 0

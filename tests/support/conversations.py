@@ -134,7 +134,6 @@ class Run:
         return document
 
     def send_all(self, random: Random) -> Iterator[Sent]:
-        """All requests in order, until the client gives up at the third refusal."""
         for count in range(len(self.turns) + 1):
             if self.refusals >= PATIENCE:
                 return
@@ -360,7 +359,6 @@ def make_twins(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
 
 
 def interleave(runs: Sequence[Run], how: str, random: Random) -> Iterator[Sent]:
-    """The requests of all runs: one by one (`sequential`), in turn (`lockstep`) or mixed."""
     left = [run.send_all(random) for run in runs]
     number = 0
     while left:

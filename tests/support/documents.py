@@ -31,7 +31,6 @@ def policy(
 
 
 def bare_policy(identity: str, prefix: str = "/", **spec: object) -> dict[str, Any]:
-    """A policy for a path prefix with this spec alone."""
     return {"id": identity, "spec": {"selector": {"pathPrefix": prefix}, **spec}}
 
 

@@ -27,7 +27,6 @@ def make_engine(
 
 
 def keys(candidates: list[Guard]) -> list[str]:
-    """The keys that these requests are counted under."""
     return [candidate.hit.key for candidate in candidates if candidate.hit is not None]
 
 

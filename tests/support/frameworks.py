@@ -13,7 +13,7 @@ from fake_model import NAME, USER
 from pydantic import SecretStr
 from tool_agents import Job, messages_agent
 
-from tests.support.sdks import run_node
+from tests.support.sdks import open_bedrock, run_node
 
 if TYPE_CHECKING:
     from agents import OpenAIChatCompletionsModel, OpenAIResponsesModel
@@ -151,17 +151,13 @@ def run_gemini_agent(errand: Errand) -> str:
 
 
 def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
-    import boto3
     import botocore
-    from botocore.config import Config
 
-    config = Config(signature_version=signature or botocore.UNSIGNED)
-    keys = {"aws_access_key_id": errand.key, "aws_secret_access_key": "none"}
-    client: Any = boto3.client(
-        "bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=config, **keys
-    )
-    client.meta.events.register(
-        "before-call", lambda params, **_: params["headers"].update(errand.headers)
+    client = open_bedrock(
+        errand.url,
+        errand.headers,
+        errand.key,
+        signature_version=signature or botocore.UNSIGNED,
     )
     results = {"check": errand.check, "ask_colleague": errand.ask_colleague}
     tools = [

@@ -210,8 +210,6 @@ class Loopguard(Process):
 
 
 class Envoy(Process):
-    """The real Envoy on the configuration of `loopguard envoy-config`."""
-
     def __init__(
         self,
         folder: Path,
@@ -370,8 +368,6 @@ class Answer:
 
 @dataclass
 class Stack:
-    """Upstream, Loopguard and Envoy, wired together. `loopguard` is the first of `replicas`."""
-
     folder: Path
     upstream: Upstream
     loopguard: Loopguard
@@ -411,12 +407,10 @@ class Stack:
 
     # Of `send`
     def repeat(self, target: str, times: int, **more: Any) -> list[int]:  # noqa: ANN401
-        """The statuses of equal requests, in order; those with a body are POSTs."""
         method = "GET" if more.get("body") is None else "POST"
         return [self.send(target, **{"method": method, **more}).status for _ in range(times)]
 
     def total(self, name: str, **labels: str) -> float:
-        """A metric summed over all replicas."""
         return sum(replica.metric(name, **labels) for replica in self.replicas)
 
     def connect(self) -> socket.socket:

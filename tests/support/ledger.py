@@ -105,7 +105,6 @@ class Account:
     def judge(  # noqa: PLR0911  # a limit each
         self, asked: Step, shown: list[bytes], retry: bool
     ) -> tuple[int, int, int, bytes]:
-        """The limits in their order."""
         limits, (steps, calls, cost) = asked.limits, asked.grants
         total, spent = len(self.records), self.cost + sum(step["reserve"] for step in self.open)
         looping = self.find_loops(asked, shown) if limits.threshold >= 0 else []
@@ -135,7 +134,6 @@ class Account:
         return 0, 0, 0, b""
 
     def find_loops(self, asked: Step, shown: list[bytes]) -> list[tuple[int, bytes]]:
-        """Calls of the newest step that repeat too often: count and tool of each."""
         older = [
             record for record in self.records if record[:6] not in [known[:6] for known in shown]
         ]

@@ -30,8 +30,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Listener(ThreadingHTTPServer):
-    """A server on a free port, in threads of this process; over TLS, by default with `CA`."""
-
     daemon_threads = True
     request_queue_size = 1024
 

@@ -68,7 +68,6 @@ def post(**headers: str) -> HttpRequest:
 
 
 def looked_into(engine: Engine, data: bytes, request: HttpRequest | None = None) -> Exchange:
-    """A check that is sealed with a body."""
     check = engine.prepare(request or post())
     assert check is not None
     check.read_body(NO_BODY.plus(data), content=data if len(data) <= check.inspects else None)

@@ -34,12 +34,10 @@ class Guard:
         self._store = MemoryStore(Metrics())
 
     def judge(self, data: bytes, now: float = 0) -> Outcome:
-        """The verdict on a request at a time in seconds."""
         check = looked_into(self.engine, data, post(x_user="ann"))
         decision = check.decide(self._store.hit(check.enforcing.list_hits(), int(now * 1000)))
         (outcome,) = decision.trace
         return outcome
 
     def send(self, data: bytes, now: float = 0) -> str:
-        """The action alone."""
         return self.judge(data, now).action.value

@@ -39,7 +39,6 @@ def _list_functions() -> list[Any]:
 
 
 def forget() -> None:
-    """Clear all caches, as in a new process."""
     for memo in list_memos():
         memo.clear()
     for function in _list_functions():

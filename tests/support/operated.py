@@ -155,14 +155,12 @@ class Operated:
         host: str = "localhost",
         **query: Any,  # noqa: ANN401  # of a URL
     ) -> dict[str, Any]:
-        """An admin page in JSON; another `host` is that of a foreign page in a local browser."""
         found: dict[str, Any] = (
             self._open(replica).get(path, params=query, headers={"host": host}).json()
         )
         return found
 
     def read(self, path: str = "/", replica: int = 0, **query: str) -> str:
-        """An admin page in HTML, with single spaces."""
         return re.sub(
             r"\s+",
             " ",
@@ -176,7 +174,6 @@ class Operated:
         who: str = "eve",
         **order: Any,  # noqa: ANN401  # as JSON
     ) -> tuple[dict[str, Any], list[str]]:
-        """Give an order. Returns its description, and the notes on it."""
         status, given = self.post(order, replica, who=who)
         assert status == 201, given
         return given, given.pop("notes")
@@ -324,7 +321,6 @@ class Operated:
 def operate(
     table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()
 ) -> Operated:
-    """A replica that has seen these sessions."""
     made = Operated(orders=orders, show_callers=shows)
     made.service.reporter.sessions = table
     made.says_coverage = False  # no request was sent

@@ -67,7 +67,6 @@ def words() -> frozenset[str]:
 
 
 def run_promtool(document: dict[str, Any], folder: Path) -> None:
-    """Run a test file of promtool."""
     file = folder / "test.yaml"
     file.write_text(yaml.safe_dump({"evaluation_interval": "1m", **document}))
     done = subprocess.run(

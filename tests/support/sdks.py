@@ -109,18 +109,26 @@ def ask_gemini(job: Job, *, retries: bool = False) -> str:
     )
 
 
-def ask_bedrock(job: Job, *, mode: str = "") -> str:
+def open_bedrock(url: str, headers: dict[str, str], key: str = "none", **config: Any) -> Any:  # noqa: ANN401  # boto3 is untyped
     import boto3
     from botocore.config import Config
 
-    config = Config(retries={"mode": mode} if mode else None)
-    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+    keys = {"aws_access_key_id": key, "aws_secret_access_key": "none"}
     client: Any = boto3.client(
-        "bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=config, **keys
+        "bedrock-runtime",
+        endpoint_url=url,
+        region_name="us-east-1",
+        config=Config(**config),
+        **keys,
     )
     client.meta.events.register(
-        "before-call", lambda params, **_: params["headers"].update({USER: job.user})
+        "before-call", lambda params, **_: params["headers"].update(headers)
     )
+    return client
+
+
+def ask_bedrock(job: Job, *, mode: str = "") -> str:
+    client = open_bedrock(job.url, {USER: job.user}, retries={"mode": mode} if mode else None)
     messages = [
         {"role": said["role"], "content": [{"text": said["content"]}]} for said in job.messages
     ]
@@ -293,17 +301,7 @@ class _Anonymous(Credentials):
 
 
 def _ask_model_bedrock(url: str, model: str, headers: dict[str, str], *, call: str) -> object:
-    import boto3
-    from botocore.config import Config
-
-    config = Config(retries={"total_max_attempts": 1})
-    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-    client: Any = boto3.client(
-        "bedrock-runtime", endpoint_url=url, region_name="us-east-1", config=config, **keys
-    )
-    client.meta.events.register(
-        "before-call", lambda params, **_: params["headers"].update(headers)
-    )
+    client = open_bedrock(url, headers, retries={"total_max_attempts": 1})
     asked = (
         {"body": b"{}"}
         if call.startswith("invoke")

@@ -121,7 +121,6 @@ class Server:
         return f"127.0.0.1:{self.port}"
 
     def commands(self) -> dict[str, int]:
-        """Calls of each command, by clients and by scripts."""
         stats = self.client().info("commandstats")
         return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
 
@@ -167,7 +166,6 @@ def _wait_for_sync(replica: Server) -> None:
 
 @contextmanager
 def sentinels() -> Iterator[tuple[list[Server], Server, Server]]:
-    """Three Sentinels that watch the service `counts`, its primary and its replica."""
     with ExitStack() as stack:
         primary = stack.enter_context(server(*_PROMPT))
         place = "127.0.0.1", str(primary.port)
@@ -328,7 +326,6 @@ class Driver:
         return self
 
     def replica(self) -> Driver:
-        """The store of another replica, with the same keys."""
         return Driver(self._url, self._name)
 
     # Whatever was asked for

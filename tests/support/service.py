@@ -157,8 +157,6 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def receive(stream: Stream, message: Message) -> Reply:
-    """Pass one message to a stream and await its reply."""
-
     async def settled() -> Reply:
         reply = stream.receive(message.SerializeToString())
         answer = await reply if inspect.isawaitable(reply) else reply

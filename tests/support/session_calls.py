@@ -117,7 +117,6 @@ def _is_call(item: Any) -> bool:  # noqa: ANN401  # JSON
 def follow(
     client: Client, moves: Sequence[Move], ask: Asking, key: str = "session:p::s1:7f"
 ) -> list[tuple[int, int]]:
-    """Calls counted and calls made, after each request."""
     found = []
     for number, move in enumerate(moves, 1):
         standing = ask(make_request(client.send(move), number, key), 1_000 + number)

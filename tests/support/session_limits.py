@@ -68,7 +68,6 @@ def ask(
 
 
 def told(answer: ProcessingResponse) -> dict[str, Any]:
-    """What a refusal's body says about its limit."""
     return dict(json.loads(answer.immediate_response.body)["detail"])
 
 
@@ -137,7 +136,6 @@ def nameless(service: Service, requests: Sequence[Request]) -> list[int]:
 
 
 def describe(service: Service) -> list[dict[str, Any]]:
-    """Sessions as reports show them."""
     document = SessionDocument.merge(
         [service.reporter.sessions.make_document(shows_callers=False)], time()
     )

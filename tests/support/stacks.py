@@ -45,7 +45,6 @@ def open_before_model(
 
 
 def await_session(made: Stack, name: str, **expected: object) -> dict[str, Any]:
-    """Wait until a replica reports a session in this state; its report."""
     page = f"/sessions/{hash_session('header:x-session-id', name)}"
 
     def probe() -> dict[str, Any] | None:

@@ -487,7 +487,6 @@ FORMATS: dict[str, Callable[[AgentSession], Lines]] = {
 
 
 def hash_name(name: str, number: int) -> int:
-    """A number that is the same in every run."""
     return sum(byte << 8 * place for place, byte in enumerate(f"{name}{number}".encode()[:12]))
 
 

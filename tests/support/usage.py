@@ -267,7 +267,6 @@ PRICES = {
 
 
 def price(model: str, usage: Usage) -> Decimal:
-    """The price by the provider's list."""
     rates: Any = next(rates for name, rates in PRICES.items() if model.startswith(name.rstrip("*")))
     listed = [
         Decimal(str(rates.get(name, rates["input"])))

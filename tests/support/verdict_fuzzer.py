@@ -82,7 +82,6 @@ def act(detector: Detector, found: Repeat | None) -> str:
 
 
 def look(detector: Detector, body: bytes) -> str:
-    """The action on a request that is seen alone."""
     return act(detector, detector.similarity.compare(Document(body))[1])
 
 
@@ -108,7 +107,6 @@ def compare(found: str, rules: Rules, shape: str, turns: Sequence[Turn]) -> None
 
 
 def try_alone(dice: Random) -> None:
-    """One conversation, judged at some of its requests."""
     turns = MadeUp(dice).conversation()
     place = dice.randrange(len(RULES))
     rules, shape = RULES[place], dice.choice(SHAPES)
@@ -153,7 +151,6 @@ def follow(
 
 
 def try_remembered(dice: Random, *, chained: bool) -> None:
-    """One conversation, judged at every request."""
     turns = MadeUp(dice).conversation(most=dice.choice((30, 44)))
     place = dice.randrange(len(RULES))
     rules, shape = RULES[place], dice.choice(["chat", "anthropic", "responses"])

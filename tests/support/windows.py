@@ -276,7 +276,6 @@ PUSH_STEPS = st.tuples(st.integers(1, 4), st.integers(5, 50)).flatmap(
 
 
 def rings_of(steps: Sequence[tuple[Push, int]]) -> list[list[bytes]]:
-    """What each push finds, by definition."""
     answers: list[list[bytes]] = []
     kept: list[tuple[bytes, bytes]] = []
     before: int | None = None

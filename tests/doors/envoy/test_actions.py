@@ -27,7 +27,6 @@ def _chunks(data: bytes) -> Iterator[bytes]:
 def _keep_alive(
     made: Stack, paths: Sequence[str], user: dict[str, str]
 ) -> tuple[http.client.HTTPConnection, list[int]]:
-    """One connection that has asked for these paths, and the statuses."""
     connection = http.client.HTTPConnection("127.0.0.1", made.envoy.port, timeout=PATIENCE)
     statuses = []
     for path in paths:

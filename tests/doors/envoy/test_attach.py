@@ -165,8 +165,7 @@ def test_snippet_serves_strict_and_tolerant_routes_on_one_listener() -> None:
             made.loopguard.metric("uncounted_total", policy="files", reason="body_truncated") == 3
         )
 
-    assert small == [[200, 200, 429, 429]] * 2
-    assert large[0] == [200] * 3
+    assert (small, large[0]) == ([[200, 200, 429, 429]] * 2, [200] * 3)
     assert set(large[1]) <= {0, 413}
     assert (received.target, received.header("content-length"), len(received.body)) == (
         "/files/large",
@@ -236,8 +235,7 @@ def test_bootstrap_with_tolerant_routes_counts_trailers_and_steers() -> None:
         status = made.send("/v1/chat", method="POST", body=looping(3)).status
         received = made.upstream.seen[-1]
 
-    assert [status for status, _ in answers] == ["200", "200", "429"]
-    assert status == 200
+    assert ([status for status, _ in answers], status) == (["200", "200", "429"], 200)
     assert received.header("content-length") == str(len(received.body))
     assert len(received.body) > len(looping(3))
 
@@ -309,7 +307,6 @@ GUARD = ("route_config", "virtual_hosts[]", "routes[]", "route")
 def test_snippet_has_only_the_parts_its_policies_need(
     document: object, flags: list[str], expected: list[str]
 ) -> None:
-    """Where no request waits, no limit is set."""
     parts = list(read_parts(print_snippet(*flags, document=document)))
 
     assert [path.rpartition(".")[2] for path, _, _ in parts] == expected

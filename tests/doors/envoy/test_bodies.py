@@ -54,23 +54,19 @@ class Case(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The prefix of its route."""
         return f"/{self.mode}/{self.response_mode}/"
 
     @property
     def identity(self) -> str:
-        """The id of its policy."""
         return f"{self.mode}-{self.response_mode}"
 
     @property
     def user(self) -> str:
-        """A caller of its own."""
         return "-".join(
             str(int(value)) if isinstance(value, bool) else str(value) for value in self
         )
 
     def make_upload(self, pause: Callable[[], object] | None = None) -> Upload:
-        """The request, whose body the upstream sends back."""
         body = random.Random(self.user).randbytes(self.size)
         waits: Callable[[], object] = partial(time.sleep, 0.004) if self.slow else bool
         headers = {"x-user-id": self.user}
@@ -93,11 +89,9 @@ class Case(NamedTuple):
 
     @property
     def is_too_large(self) -> bool:
-        """Whether Envoy itself refuses it."""
         return self.mode == "BUFFERED" and self.size > LIMIT
 
     def expect(self) -> list[int]:
-        """The statuses of three equal requests."""
         if self.is_too_large:
             return [413] * 3
         return [200] * 3 if self.why_uncounted else [200, 200, 429]
@@ -178,7 +172,6 @@ OPTIONS: dict[str, Any] = {
 
 
 def send_all(made: Stack, cases: Sequence[Case], times: int = 1) -> dict[Case, list[Answer]]:
-    """The answers to equal requests of each case, sent one after the other."""
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(
             lambda case: [send(made.envoy.port, case.make_upload()) for _ in range(times)], cases

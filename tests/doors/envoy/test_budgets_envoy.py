@@ -99,7 +99,6 @@ class Shop:
         self._used: Counter[str] = Counter()
 
     def ask(self, path: str, key: str, reply: Reply | None = None, **body: object) -> Answer:
-        """One request of a caller."""
         self.model.reply = reply or whole(usage={"prompt_tokens": 0, "completion_tokens": 0})
         return self.made.post(
             path, {"messages": [{"role": "user", "content": "x" * 40}], **body}, {"x-api-key": key}
@@ -126,7 +125,6 @@ def shop() -> Iterator[Shop]:
 
 
 def crowd(made: Stack, path: str, key: str, times: int) -> list[int]:
-    """The sorted statuses of requests, eight at a time."""
     with ThreadPoolExecutor(8) as pool:
         return sorted(
             pool.map(lambda _: made.post(path, {}, {"x-api-key": key}).status, range(times))
@@ -197,7 +195,6 @@ def test_tokens_are_settled_by_reported_usage(shop: Shop) -> None:
 def test_each_documented_rule_limits_the_openai_sdk(
     shop: Shop, shape: str, passed: int, code: str
 ) -> None:
-    """The refused call is the SDK's error with the documented code."""
     import openai
 
     url = f"http://127.0.0.1:{shop.made.envoy.port}/{'minimal' if shape == 'killed' else shape}"

@@ -72,7 +72,6 @@ def open_host(document: Json) -> Json:
 
 
 def ignore_case(document: Json) -> Json:
-    """The guarded route takes paths in any case."""
     find(document, f"{ROUTES}/0/match")["case_sensitive"] = False
     return document
 
@@ -123,7 +122,6 @@ DETOURS: Mapping[str, tuple[Callable[[Json], Json], str, dict[str, str], str]] =
 
 
 def combine(configurations: Mapping[str, Json]) -> Json:
-    """One configuration with the listener of each, by name."""
     made = copy.deepcopy(next(iter(configurations.values())))
     address = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
     listeners = {
@@ -323,7 +321,6 @@ def running() -> Iterator[Stack]:
 def test_probe_names_the_requests_that_are_not_counted(
     running: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An upgrade, and spellings that Envoy keeps, are not counted."""
     """An upgrade, and spellings that Envoy keeps, are not counted."""
     others = (
         "escaped slash",

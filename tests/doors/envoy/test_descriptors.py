@@ -81,8 +81,7 @@ def test_forged_forwarding_header_does_not_change_the_address(made: Stack) -> No
 
 
 def test_policy_selects_by_the_name_of_a_route(made: Stack) -> None:
-    assert made.repeat("/v1/x", 3) == [200, 429, 429]
-    assert made.repeat("/v2/x", 3) == [200, 200, 200]
+    assert (made.repeat("/v1/x", 3), made.repeat("/v2/x", 3)) == ([200, 429, 429], [200, 200, 200])
     assert made.envoy.logged("/v1/x", status=429)["route"] == "llm"
 
 

@@ -96,8 +96,7 @@ def test_sigterm_serves_until_envoy_turns_away() -> None:
         eventually(lambda: made.loopguard.get("/readyz")[0] == 503, "not ready")
         eventually(turns_away, "Envoy's notice")
         served = made.loopguard.metric("requests_total", policy="p")
-        assert held.makefile("rb").readline() == SERVED
-        assert made.loopguard.wait() == 0
+        assert (held.makefile("rb").readline(), made.loopguard.wait()) == (SERVED, 0)
         assert set(statuses) == {200}
         assert served > 0
 
@@ -138,8 +137,7 @@ def test_second_signal_ends_holds_at_once() -> None:
         made.loopguard.wait_for("draining")
         made.loopguard.signal(signal.SIGTERM)
 
-        assert made.loopguard.wait() == 0
-        assert held.makefile("rb").readline() == SERVED
+        assert (made.loopguard.wait(), held.makefile("rb").readline()) == (0, SERVED)
 
 
 def guard(identity: str, prefix: str, threshold: int) -> dict[str, Any]:
@@ -165,8 +163,7 @@ def test_changed_policies_apply_and_bad_ones_are_refused(tmp_path: Path) -> None
 
         file.write_text(json.dumps([guard("b-1", "/b", 2), guard("b-2", "/", 1)]))
         eventually(lambda: metric("policy_reloads_total", result="error") >= 1, "the refusal")
-        assert made.send("/a").status == 429
-        assert made.repeat("/b", 3) == [200, 200, 429]
+        assert (made.send("/a").status, made.repeat("/b", 3)) == (429, [200, 200, 429])
         told = made.loopguard.ask("/policies")
         assert [(each["file"], each["in_force"]) for each in told["refused"]["files"]] == [
             (str(file), True)

@@ -254,8 +254,7 @@ def test_observed_requests_never_wait_for_loopguard(transport: str) -> None:
         made.loopguard.wait()
         dead = made.repeat("/reject", 3, body=b"x" * 300_000)
 
-        assert standing == [200] * 8
-        assert dead == [200] * 3
+        assert (standing, dead) == ([200] * 8, [200] * 3)
 
 
 def test_observed_upload_of_a_leaving_client_is_not_counted(transport: str) -> None:

@@ -272,13 +272,11 @@ def test_default_release_sees_model_calls_and_finds_loops(
             ]
             found += [made.post(path, {}).status for path in OTHER_CALLS]
             found += made.repeat("/files", 4, body=b"x" * 12_000_000)
-            assert set(found) == {200}
-            assert count_streams(made)[0] == 1 + 2 * len(MODEL_CALLS)
+            assert (set(found), count_streams(made)[0]) == ({200}, 1 + 2 * len(MODEL_CALLS))
             assert made.loopguard.metric("unmatched_total") == 0
 
 
 def count_streams(made: Stack) -> list[int]:
-    """How many streams the stable filter and the canary's have started."""
     return [
         made.envoy.stat(f"http.ingress.ext_proc.{name}.streams_started")
         for name in (FILTER, f"{FILTER}-canary")
@@ -374,8 +372,6 @@ def test_buffer_limit_of_the_values_applies(user: dict[str, str], gateway: Stack
 
 
 def test_canary_counts_every_request_and_changes_none(user: dict[str, str], gateway: Stack) -> None:
-    """Refused requests included."""
-
     def count() -> dict[str, float]:
         metric = gateway.replicas[1].metric
         return {
@@ -413,8 +409,7 @@ def test_observing_filter_counts_and_never_acts(user: dict[str, str]) -> None:
         made.loopguard.stop()
         found.append(made.post("/a", b"same", user).status)
 
-    assert set(found) == {200}
-    assert (large.status, len(received.body)) == (200, 12_000_000)
+    assert (set(found), large.status, len(received.body)) == ({200}, 200, 12_000_000)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +479,6 @@ def test_strict_and_tolerant_routes_share_one_filter(user: dict[str, str]) -> No
 
 
 def test_envoy_gateway_refuses_holds_and_survives_a_death(user: dict[str, str]) -> None:
-    """A throttle is held without max_message_timeout, and a request is sent once."""
     values = merged(CASES["envoy-gateway"], {"envoy": {"failureMode": "deny"}})
     with stack(
         values["policies"]["bundle"],
@@ -500,8 +494,7 @@ def test_envoy_gateway_refuses_holds_and_survives_a_death(user: dict[str, str]) 
         refused = made.repeat("/v1/chat", 3, body=b"x" * 3_000_000, headers=user)
         found = {made.send(f"/{number}").status for number in range(40)}
 
-    assert (sent, held, ignored) == (1, [200] * 8, 6)
-    assert (refused, found) == ([200, 200, 429], {200})
+    assert (sent, held, ignored, refused, found) == (1, [200] * 8, 6, [200, 200, 429], {200})
 
 
 THEIRS: Values = {"policies": {"existingConfigMap": "theirs"}}
@@ -681,8 +674,7 @@ def test_two_releases_on_one_gateway_guard_a_route_each(user: dict[str, str]) ->
         found = [made.repeat(path, 3, body=b"x", headers=user) for path in routes]
         counted = [replica.metric("requests_total", policy="chat") for replica in made.replicas]
 
-    assert found == [[200, 200, 429]] * 2
-    assert counted == [3, 3]
+    assert (found, counted) == ([[200, 200, 429]] * 2, [3, 3])
 
 
 def test_envoy_filter_elsewhere_is_named_after_its_namespace() -> None:

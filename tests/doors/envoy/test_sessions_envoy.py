@@ -26,7 +26,6 @@ TOKEN_COSTS_A_CENT = {"*": {"input": 0, "output": 10_000}}
 
 
 def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
-    """A policy for requests below its name."""
     named = {"keys": ["header:x-session-id"]}
     return bare_policy(
         identity,
@@ -75,11 +74,9 @@ class Bank(NamedTuple):
         return self.made.send(path, method="POST", body=data, headers=headers)
 
     def play(self, path: str, session: str, times: int, team: str = "red") -> list[int]:
-        """The statuses of requests, sent one after the other."""
         return [self.send(FREE, path, session, team).status for _ in range(times)]
 
     def find(self, session: str, **expected: object) -> dict[str, Any]:
-        """The report of a session, once a replica knows it in this state."""
         return await_session(self.made, session, **expected)
 
     def order(self, *arguments: str) -> None:
@@ -130,7 +127,6 @@ def session() -> str:
 
 
 def read_refusal(answer: Answer) -> tuple[str, object, object]:
-    """Limit, used and allowed."""
     detail = answer.json()["detail"]
     loop = "recursive_loop_detected", "loop_detected"
     expected = loop if detail["limit"] == "loop_detection" else ("session_limit_exceeded",) * 2
@@ -256,7 +252,6 @@ def test_orders_kill_release_and_grant_one_session(bank: Bank, session: str) -> 
 
 
 def ask(bank: Bank, text: str, key: str) -> int:
-    """The status of a first request with an API key and nothing else."""
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
     return bank.made.post(
         "/preset/v1/chat/completions", body, {"authorization": f"Bearer {key}"}

@@ -44,7 +44,6 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def check_note(key_file: Path, user: dict[str, str]) -> Callable[[Seen, bytes], None]:
-    """Checks that the upstream got the sent body with a note, and the header that says so."""
     marks = Marks(
         read_hash_key(str(key_file)), [f"x-user-id={user['x-user-id']}"], hash_words("go")
     )
@@ -69,7 +68,6 @@ def gate(request: pytest.FixtureRequest, key_file: Path) -> Iterator[Stack]:
 
 
 def stuck(size: int = 0, times: int = 3) -> bytes:
-    """A conversation with a loop, and this many bytes besides."""
     return looping(times, metadata={"padding": "x" * size})
 
 

@@ -90,7 +90,6 @@ class Gateway:
     def ask(
         self, reply: Reply, path: str = "/v1/x", **headers: str
     ) -> tuple[Usage, dict[str, Any]]:
-        """Usage and report of a request whose answer was read to its end."""
         with self.send(reply, path, **headers) as answer, suppress(http.client.IncompleteRead):
             answer.read()
         return self.tell()
@@ -103,7 +102,6 @@ def gateway() -> Iterator[Gateway]:
 
 
 def spell(api: str, kind: str, *, sized: bool = False) -> tuple[Reply, str, Usage]:
-    """An answer with this content type."""
     reply, *told = TOLD[api]
     return (reply._replace(kind=kind, whole=sized), *told)  # type: ignore[return-value]  # of TOLD
 
@@ -155,8 +153,7 @@ def test_odd_counts_are_read_alike_in_streams(gateway: Gateway, count: object) -
         gateway.ask(stream(answer)),
     )
 
-    assert event == document
-    assert of_event["actual_cost"] == of_document["actual_cost"]
+    assert (event, of_event["actual_cost"]) == (document, of_document["actual_cost"])
     assert of_event["estimated_cost"] == of_document["estimated_cost"]
 
 

@@ -112,9 +112,7 @@ def test_websockets_for_model_calls_are_refused_and_others_stream(
             for _ in range(3)
         ]
 
-        assert refused == [426, 426]
-        assert passed == [101] * 7
-        assert posted == [200, 200, 429]
+        assert (refused, passed, posted) == ([426, 426], [101] * 7, [200, 200, 429])
         metric = made.loopguard.metric
         for name in ("preset", "azure"):
             assert metric("uncountable_rejected_total", policy=name) == 1

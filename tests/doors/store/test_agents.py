@@ -143,8 +143,7 @@ def test_chain_of_agents_has_one_root(valkey: Server) -> None:
             if kind in key.decode()
         } == {"root:", "tree:", "session6:", "sessions2:"}
         assert min(client.pttl(key) for key in kept) > 0
-    assert refused == [False] * (last + 1) + [True]
-    assert asked == [1] * (last + 1)
+    assert (refused, asked) == ([False] * (last + 1) + [True], [1] * (last + 1))
     assert sorted(steps) == [2 * last + 1, 2 * last + 2]
 
 
@@ -210,6 +209,5 @@ def test_two_replicas_answer_as_one_in_memory(valkey: Server, client: str, seed:
 
     here, there, known, expected = asyncio.run(main())
 
-    assert there == here
-    assert known == expected
+    assert (there, known) == (here, expected)
     assert 0 < sum(here) < len(here)

@@ -31,7 +31,6 @@ AWAY_AFTER = 2
 
 @pytest.fixture(scope="module")
 def six() -> Iterator[list[Server]]:
-    """A cluster of three primaries and their replicas."""
     with cluster() as nodes:
         yield nodes
 
@@ -178,8 +177,7 @@ def test_moving_slots_are_followed(six: list[Server], client: str) -> None:
             node.client().execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
 
         assert request(3, 25) == ([3] * len(hits), [3] * 20 + [2] * 5)
-        assert driver.store.health() == "ok"
-        assert driver.read(BOARDS, board) == {"a": b"x"}
+        assert (driver.store.health(), driver.read(BOARDS, board)) == ("ok", {"a": b"x"})
 
 
 # --- shards that are away
@@ -217,9 +215,7 @@ def test_unavailable_shard_loses_only_its_keys(
             up = [driver.metric("store_up", shard=node.address) for node in three]
             health = driver.store.health()
 
-        assert set(refused) == {"unavailable"}
-        assert set(counted) == {2}
-        assert up == [1, 0, 1]
+        assert (set(refused), set(counted), up) == ({"unavailable"}, {2}, [1, 0, 1])
         assert health.startswith(f"1 of 3 shards unavailable: {three[1].address}: ")
         assert set(count_each(driver, lost)) <= {1, 2, 3}
         assert driver.metric("store_up", shard=three[1].address) == 1
@@ -267,8 +263,7 @@ def test_reject_counts_nothing_of_a_refused_request(three: list[Server]) -> None
             settled = ask(driver, [settle_step(step), settle_step(gone)])
             counted = ask(driver, hits[:1])
 
-    assert (type(refused), refused.kind) == (StoreError, "unavailable")
-    assert counted[0].count == 1
+    assert (type(refused), refused.kind, counted[0].count) == (StoreError, "unavailable", 1)
     assert isinstance(settled, PartlyAwayError)
     assert [answer and (answer.steps, answer.retry) for answer in settled.answers] == [
         (1, False),
@@ -296,8 +291,7 @@ def test_documents_of_other_shards_stay_available(three: list[Server]) -> None:
                     == {"a": b"x"}
                 )
 
-        assert error.value.kind == "unavailable"
-        assert driver.read(ORDERS, names[1]) == {"a": b"x"}
+        assert (error.value.kind, driver.read(ORDERS, names[1])) == ("unavailable", {"a": b"x"})
 
 
 def test_cluster_node_as_a_single_server_is_explained(six: list[Server]) -> None:
@@ -341,8 +335,7 @@ def test_replica_continues_counting_after_a_failover() -> None:
             is None
         )
         nodes[1].resume()
-        assert set(count_each(driver, kept)) == {3}
-        assert driver.store.health() == "ok"
+        assert (set(count_each(driver, kept)), driver.store.health()) == ({3}, "ok")
 
 
 def test_sentinels_name_the_primary_and_its_successor() -> None:
@@ -359,16 +352,14 @@ def test_sentinels_name_the_primary_and_its_successor() -> None:
                 "the failover",
             )
 
-            assert count_each(driver, ["a:00"]) == [2]
-            assert replica.client().role()[0] == b"master"
+            assert (count_each(driver, ["a:00"]), replica.client().role()[0]) == ([2], b"master")
         with Driver(f"redis+sentinel://{hosts}/other") as driver:
             assert "does not watch other" in driver.store.health()
         replica.client().config_set("requirepass", SECRET)
         for watcher in watchers[1:]:
             watcher.client().execute_command("ACL", "SETUSER", "default", "resetpass", f">{SECRET}")
         with Driver(f"redis+sentinel://:{SECRET}@{hosts}/counts/1") as driver:
-            assert driver.store.health() == "ok"
-            assert driver.count([make_hit()])[0].count == 1
+            assert (driver.store.health(), driver.count([make_hit()])[0].count) == ("ok", 1)
             assert replica.client(password=SECRET, db=1).exists(
                 f"loopguard:{driver.key(make_hit())}"
             )

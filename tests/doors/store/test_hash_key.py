@@ -187,8 +187,7 @@ def test_servers_on_one_store_have_one_key(tmp_path: Path, scheme: str) -> None:
                 guard.stop()
 
     assert isinstance(kept, bytes)
-    assert (len(kept), ttl) == (32, -1)
-    assert told.count("hash_key=store") == 2
+    assert (len(kept), ttl, told.count("hash_key=store")) == (32, -1, 2)
     assert kept.hex() not in told
     assert repr(kept)[2:-1] not in told
 

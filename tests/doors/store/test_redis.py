@@ -88,7 +88,6 @@ def find_keys(driver: Driver, one: Server) -> list[bytes]:
 
 
 def test_documented_urls_and_rights_are_valid() -> None:
-    """Every store URL of the table opens, and its ACL rule is the one that is tested."""
     page = (ROOT / "docs" / "operations.md").read_text()
     urls = re.findall(r"`((?:redis|unix)[+a-z]*://[0-9/][^`]*)`", page)
 
@@ -167,8 +166,7 @@ def test_user_needs_only_documented_rights(one: Server) -> None:
             driver.read(ORDERS, driver.name("book"), now)
             driver.run(driver.store.share_secret(driver.name("secret"), bytes(32)))
 
-        assert entries == [[b"51000", b"54000", b"57000"]]
-        assert driver.store.health() == "ok"
+        assert (entries, driver.store.health()) == ([[b"51000", b"54000", b"57000"]], "ok")
 
 
 PROVIDERS = f'''
@@ -561,8 +559,7 @@ def test_malformed_list_of_orders_is_rejected(one: Server, rubbish: bytes) -> No
         with pytest.raises(StoreError, match="not answer with a list of overrides") as error:
             driver.read(ORDERS, driver.name("odd"))
 
-        assert error.value.kind == "response"
-        assert driver.store.health() == "ok"
+        assert (error.value.kind, driver.store.health()) == ("response", "ok")
 
 
 def test_store_is_used_again_after_valid_replies(one: Server) -> None:
@@ -703,15 +700,13 @@ def test_keys_of_other_programs_are_replaced(driver: Driver, one: Server, poison
 
     assert first[:3] == [2, 2, 2]
     assert all(count <= 3 for count in first[3:])
-    assert second == [count + 1 for count in first]
-    assert entries == [[b"a", b"a"], [b"a"]]
+    assert (second, entries) == ([count + 1 for count in first], [[b"a", b"a"], [b"a"]])
     assert [(standing.steps, standing.tree) for standing in standings] == [
         (1, (1, 0, 1, True)),
         (2, None),
         (2, (1, 0, 1, False)),
     ]
-    assert driver.find_root(_AGENT, _PARENT).hex() == _PARENT
-    assert driver.store.health() == "ok"
+    assert (driver.find_root(_AGENT, _PARENT).hex(), driver.store.health()) == (_PARENT, "ok")
 
 
 def test_truncated_tree_counts_as_missing(driver: Driver, one: Server) -> None:
@@ -737,8 +732,7 @@ def test_document_keys_of_other_programs_are_replaced(
     before = driver.read(kind, subject)
     driver.put(kind, subject, "a", b"x", 60)
 
-    assert before == {}
-    assert driver.read(kind, subject) == {"a": b"x"}
+    assert (before, driver.read(kind, subject)) == ({}, {"a": b"x"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1090,8 +1084,6 @@ def test_listeners_are_called_once_unless_cancelled(driver: Driver) -> None:
 
 
 def test_unusable_answer_fails_only_its_caller(driver: Driver, one: Server) -> None:
-    """An unusable answer fails its own caller; the others in the round trip are answered."""
-
     def finish(_: Sequence[object], answers: Sequence[Any]) -> object:
         count: int = answers[0].answer.count
         return 6 // (count - 2)  # the second one cannot be used
@@ -1148,7 +1140,6 @@ def test_counts_of_a_hammered_loop_never_decrease(driver: Driver) -> None:
 
 
 def test_hammered_loop_is_answered_locally(driver: Driver, one: Server) -> None:
-    """It is answered locally; the server is updated now and then, and its count is right."""
     loop(driver, MINUTE)
     before = one.commands()["evalsha"]
 
@@ -1186,7 +1177,6 @@ def test_uncounted_refusals_are_answered_locally(driver: Driver, one: Server) ->
 
 
 def test_known_cooldown_applies_to_other_requests(driver: Driver) -> None:
-    """A cooldown that a known loop has started applies to requests that are none."""
     (looping, _), (other, _) = cooldown_hits([(True, 1), (False, 1)], cooldown_ms=60_000)
     alone = driver.count([other])[0]
 
@@ -1323,8 +1313,7 @@ def test_busy_event_loop_is_no_outage(one: Server, client: str) -> None:
                 pass
             return (await answer)[0].count
 
-        assert driver.run(stalled()) == 1
-        assert driver.store.health() == "ok"
+        assert (driver.run(stalled()), driver.store.health()) == (1, "ok")
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,6 @@ def with_policies(*policies: Object, **more: object) -> Values:
 
 
 def merged(*several: Values) -> Values:
-    """Values merged like several `-f`."""
     made: Values = {}
     for values in several:
         for key, item in values.items():

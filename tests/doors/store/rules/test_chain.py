@@ -105,6 +105,4 @@ def test_each_fork_has_its_own_name(store: Driver) -> None:
         ask_store(store, make_fork(["a"], entry, b"F" * 8), 2).name for entry in ENTRIES[1:4] * 2
     ]
 
-    assert begun == b"N" * 8
-    assert names[:3] == [begun, *ENTRIES[2:4]]
-    assert names[4:] == ENTRIES[2:4]
+    assert (begun, names[:3], names[4:]) == (b"N" * 8, [begun, *ENTRIES[2:4]], ENTRIES[2:4])

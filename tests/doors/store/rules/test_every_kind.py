@@ -104,7 +104,6 @@ class _Player:
         return answers
 
     def _settle(self, _: int, __: int, amount: int, now: int) -> list[Any]:
-        """The outcome of an earlier request, which may come again."""
         return self._ask([self._open[-amount % len(self._open)]], now) if self._open else []
 
     def _fail(self, _: int, who: int, __: int, now: int) -> list[Any]:

@@ -136,7 +136,6 @@ def test_forgotten_calls_are_not_counted_again(store: Driver) -> None:
 
 
 def test_high_limit_makes_more_calls_known(store: Driver) -> None:
-    """With a limit of a thousand calls, the newest 512 are known."""
     history = [make_record(number, arguments=str(number)) for number in range(900)]
     shown = (history, history[388:420], history[300:330])
 
