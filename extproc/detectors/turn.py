@@ -30,8 +30,14 @@ from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, number_id, read_action, read_failed_call
 from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains, leave_out_answer
-from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
-from extproc.detectors.failures import MISSING as NOT_FOUND
+from extproc.detectors.failures import (
+    FATAL,
+    MISSING as NOT_FOUND,
+    NO_FAILURE,
+    TRANSIENT,
+    Failure,
+    read_failure,
+)
 from extproc.detectors.results import (
     MAX_NORMALIZED,
     count_lines,

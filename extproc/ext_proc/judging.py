@@ -42,8 +42,13 @@ from extproc.ext_proc.answers.refuse import (
     refuse_uncountable,
     refuse_without_store,
 )
-from extproc.ext_proc.changes.changes import NOTHING, UNCHANGED, Changed, Original
-from extproc.ext_proc.changes.changes import OBSERVED as NOT_WAITED_FOR
+from extproc.ext_proc.changes.changes import (
+    NOTHING,
+    OBSERVED as NOT_WAITED_FOR,
+    UNCHANGED,
+    Changed,
+    Original,
+)
 from extproc.ext_proc.service import Service
 from extproc.request.fingerprint import NO_BODY, Body, write_crc32
 from extproc.request.http import HttpRequest

@@ -11,8 +11,7 @@ secrets. So are the places that APIs define, whatever their names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Set as AbstractSet
 from typing import Final
 
 CREDENTIAL: Final = "credential"

@@ -16,8 +16,14 @@ from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, CallHistory
 from extproc.sessions.names import Chains, SessionNames
 from extproc.sessions.rates import Rates, TokenPrice
-from extproc.sessions.session_limits import MAX_AGENTS as MOST_AGENTS
-from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
+from extproc.sessions.session_limits import (
+    MAX_AGENTS as MOST_AGENTS,
+    Notice,
+    Price,
+    Session,
+    SessionLimits,
+    UnnamedLimits,
+)
 from extproc.sessions.trees import AgentNames, Roots
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step

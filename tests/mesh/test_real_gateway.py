@@ -19,8 +19,7 @@ from extproc.policy.loader import load
 from tests.mesh.envoy_gateway import OURS, POLICIES, VALUES, envoy_gateway, find_dump, translate
 from tests.support.chart import CASES, Values, merged, objects, of_kind
 from tests.support.chart.istio import http_manager
-from tests.support.check_envoy import found as check
-from tests.support.check_envoy import report
+from tests.support.check_envoy import found as check, report
 from tests.support.harness import Stack
 from tests.support.meshes import BUILT, GATEWAY_LEFT, gateway_configuration, statuses
 

@@ -31,8 +31,7 @@ from tests.mesh.istio import (
 )
 from tests.support.chart import Object, Values, merged, objects, of_kind
 from tests.support.chart.istio import LEFT
-from tests.support.check_envoy import found as check
-from tests.support.check_envoy import report
+from tests.support.check_envoy import found as check, report
 from tests.support.documents import bare_policy, bundle, policy
 from tests.support.envoy_config import verdict
 from tests.support.harness import Loopguard, Stack, eventually, write_policies

@@ -14,8 +14,7 @@ from typing import Self
 
 import pytest
 
-from tests.mesh import envoy_gateway as gateway_mesh
-from tests.mesh import istio as istio_mesh
+from tests.mesh import envoy_gateway as gateway_mesh, istio as istio_mesh
 from tests.mesh.envoy_gateway import envoy_gateway
 from tests.mesh.istio import count_missed, istio
 from tests.support.chart import merged

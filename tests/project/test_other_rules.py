@@ -14,8 +14,7 @@ from tests.bench.precision.others import (
     find_stuck,
     read_steps,
 )
-from tests.support.scratchpads import FORMS
-from tests.support.scratchpads import Step as Written
+from tests.support.scratchpads import FORMS, Step as Written
 from tests.support.turn_writers import SHAPES, Did, Writer, as_chat
 
 

@@ -8,8 +8,7 @@ from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.memory import MemoryStore
 from tests.support.envoy_logs import log
-from tests.support.service import CHAT, headers_of, make_service, metadata_of
-from tests.support.service import ask as service_ask
+from tests.support.service import CHAT, ask as service_ask, headers_of, make_service, metadata_of
 
 # 2026-11-26, a Thursday, in milliseconds.
 NOON = 1_795_694_400_000

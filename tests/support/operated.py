@@ -42,8 +42,7 @@ from extproc.sessions.rates import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import ORDERS, make_replica_name
-from tests.support.service import CHAT, make_service
-from tests.support.service import send as service_send
+from tests.support.service import CHAT, make_service, send as service_send
 
 T = TypeVar("T")
 

@@ -12,8 +12,7 @@ from extproc.operator.session_rows import SessionDocument
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
 from tests.support.engine import ANY
-from tests.support.service import ask as service_ask
-from tests.support.service import metadata_of, status
+from tests.support.service import ask as service_ask, metadata_of, status
 from tests.support.turn_writers import (
     Did,
     as_anthropic,

@@ -12,8 +12,7 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import ask as service_ask
-from tests.support.service import run, status
+from tests.support.service import ask as service_ask, run, status
 from tests.support.turn_writers import Did, as_chat
 
 STUCK = Did((("run", {"tests": "all"}),), ("3 failed",))

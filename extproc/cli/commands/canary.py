@@ -16,8 +16,7 @@ from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.states import State, convert_state
 from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Rules
 from extproc.operator.coverage_rows import ENFORCES_ON_NONE
-from extproc.options import add_flags as add_options
-from extproc.options import read_options
+from extproc.options import add_flags as add_options, read_options
 
 HELP = "compare shadow policies with the enforcing ones they may replace"
 EXAMPLES = """examples:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from extproc import settings
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
-from extproc.options import add_flags as add_options
-from extproc.options import option, read_options, require_together
+from extproc.options import add_flags as add_options, option, read_options, require_together
 
 HELP = "check the health of a running server (grpc.health.v1)"
 EXAMPLES = """examples:

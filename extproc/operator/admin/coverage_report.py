@@ -40,8 +40,7 @@ from extproc.operator.coverage_rows import (
     CoverageDocument,
     CoverageRow,
 )
-from extproc.store.care import EMPTIED, NOTHING, SNAPSHOTS
-from extproc.store.care import UNKNOWN as UNTOLD
+from extproc.store.care import EMPTIED, NOTHING, SNAPSHOTS, UNKNOWN as UNTOLD
 
 PROBLEM, NOTE = "problem", "note"
 """Severities of findings."""

@@ -10,8 +10,7 @@ import logging
 import threading
 
 from starlette.types import ASGIApp
-from uvicorn import Config
-from uvicorn import Server as Uvicorn
+from uvicorn import Config, Server as Uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from extproc.errors import UsageError

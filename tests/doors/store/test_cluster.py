@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
-from redis.crc import key_slot
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS, key_slot
 
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.store.client import make_access

@@ -18,8 +18,7 @@ from typing import Any, cast
 import hiredis
 import pytest
 import trustme
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from redis.credentials import CredentialProvider
 
 from extproc.errors import StoreError, UsageError

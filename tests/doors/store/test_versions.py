@@ -5,8 +5,13 @@ from typing import Any
 from extproc.store.rules.chain import Trail
 from extproc.store.rules.take_back import take_from_chain
 from extproc.store.rules.tree import AgentLimits
-from tests.support.budgets import ask_store as ask_budgets
-from tests.support.budgets import make_breaker, make_bucket, make_period, shown
+from tests.support.budgets import (
+    ask_store as ask_budgets,
+    make_breaker,
+    make_bucket,
+    make_period,
+    shown,
+)
 from tests.support.chains import Model, Sent, ask_store, make_link
 from tests.support.ledger import limit, tell
 from tests.support.servers import Driver, server

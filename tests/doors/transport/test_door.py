@@ -26,8 +26,7 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.grpc import body, call
 from tests.support.harness import PATIENCE
-from tests.support.http2 import HELLO, frame
-from tests.support.http2 import headers as header_frame
+from tests.support.http2 import HELLO, frame, headers as header_frame
 from tests.support.messages import headers
 from tests.support.service import make_service, sample
 

@@ -8,8 +8,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.apis.json_rpc import MAX_ID
 from extproc.ext_proc.service import Service

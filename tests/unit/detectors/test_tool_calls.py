@@ -9,8 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.tool_calls import NO_CALLS, ToolCalls

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from extproc.apis import open_conversation
 from extproc.detectors.actions import read_text_action

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import brotli
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.ext_proc.duplex import HELD_BYTES
 from extproc.ext_proc.judging import Reply
@@ -29,8 +28,7 @@ from extproc.pb.external_processor_pb2 import (
 )
 from tests.support.documents import policy
 from tests.support.looping import chat
-from tests.support.messages import MODES as BODY_MODES
-from tests.support.messages import body, headers
+from tests.support.messages import MODES as BODY_MODES, body, headers
 from tests.support.service import (
     FailingStore,
     decoded,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import extproc.ext_proc.changes.changes
 from extproc.ext_proc.budget import InspectionBudget

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from extproc.apis import may_declare, open_conversation
 from extproc.ext_proc.changes.edits import NotEdited

@@ -9,9 +9,13 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, example, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from hypothesis import (
+    HealthCheck,
+    example,
+    given,
+    settings as hypothesis_settings,
+    strategies as st,
+)
 
 from extproc.ext_proc.stream import BUFFER_LIMIT_METADATA, Stream
 from extproc.ext_proc.upload import SMALLEST_LIMIT

@@ -9,8 +9,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from extproc.ext_proc.changes.steer import LANDING, MAX_PLACES
 from extproc.pb.external_processor_pb2 import ProcessingRequest

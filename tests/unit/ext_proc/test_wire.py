@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import pytest
 from google.protobuf.message import DecodeError, Message
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from extproc.ext_proc import wire
 from extproc.ext_proc.wire import BODY_NONE, BODY_UNTOLD, LARGE, parse_message

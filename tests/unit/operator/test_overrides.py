@@ -52,8 +52,7 @@ from tests.support.service import (
     sample,
     status,
 )
-from tests.support.session_limits import ask as ask_in_session
-from tests.support.session_limits import limited, told, turns
+from tests.support.session_limits import ask as ask_in_session, limited, told, turns
 from tests.support.sessions import agents, send_all, turn
 from tests.support.windows import WINDOW_TYPES
 

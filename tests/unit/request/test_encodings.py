@@ -10,8 +10,7 @@ from contextlib import suppress
 
 import brotli
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.request.encodings import UnreadableError, read_text
 

@@ -8,8 +8,7 @@ from urllib.parse import quote_from_bytes
 from zlib import adler32, crc32
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.request.fingerprint import (
     NO_BODY,

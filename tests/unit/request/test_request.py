@@ -7,8 +7,7 @@ from base64 import urlsafe_b64encode
 from urllib.parse import parse_qsl
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.request.http import (
     MAX_TOKEN,

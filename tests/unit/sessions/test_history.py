@@ -8,8 +8,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.apis import open_conversation
 from extproc.detectors.chain import digest_tool, find_place

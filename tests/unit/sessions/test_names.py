@@ -17,8 +17,7 @@ from extproc.sessions.session_limits import BUDGET_KEYS, CONVERSATION_KEYS
 from tests.support.bundles import check, refused, spec
 from tests.support.service import make_service, metadata_of, sample, status
 from tests.support.session_limits import ask, limited, turns
-from tests.support.sessions import agents, turn
-from tests.support.sessions import ask as sessions_ask
+from tests.support.sessions import agents, ask as sessions_ask, turn
 
 CONVERSATION = SessionNames(CONVERSATION_KEYS, usual=True)
 BUDGET = SessionNames(BUDGET_KEYS, usual=True)

@@ -7,10 +7,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from fractions import Fraction
 
 import pytest
-from genai_prices import Usage as Counted
-from genai_prices import calc_price
-from hypothesis import given
-from hypothesis import strategies as st
+from genai_prices import Usage as Counted, calc_price
+from hypothesis import given, strategies as st
 
 from extproc.sessions.rates import DEAREST, Rates, TokenPrice, Usage, estimate_tokens, look_up
 

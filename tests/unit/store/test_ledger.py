@@ -6,8 +6,7 @@ from inspect import signature
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore

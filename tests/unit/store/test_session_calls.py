@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from extproc.request.document import Document
 from extproc.sessions.history import read_tool_calls
-from extproc.store.rules.session import LIMITS as LIMITS_BY_PLACE
-from extproc.store.rules.session import RECORD
+from extproc.store.rules.session import LIMITS as LIMITS_BY_PLACE, RECORD
 from tests.support.examples import examples
 from tests.support.ledger import limit
 from tests.support.model_requests import BODIES

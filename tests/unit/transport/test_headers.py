@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from hpack import Decoder as Reference
-from hpack import Encoder, HPACKError
+from hpack import Decoder as Reference, Encoder, HPACKError
 from hpack.huffman import HuffmanEncoder
 from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from extproc.errors import ProtocolError
 from extproc.transport import headers as hpack

@@ -9,11 +9,9 @@ import h2.connection
 import h2.events
 import h2.settings
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from extproc.transport import headers as hpack
-from extproc.transport import http2
+from extproc.transport import headers as hpack, http2
 from extproc.transport.headers import encode
 from extproc.transport.http2 import Connection, Http2Limits, Http2Stream
 from tests.support.http2 import (

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from extproc.transport import grpc, http2
-from extproc.transport.grpc import GrpcConnection as Calls
-from extproc.transport.grpc import MessageReceived, frame_message
+from extproc.transport.grpc import GrpcConnection as Calls, MessageReceived, frame_message
 from extproc.transport.headers import ENHANCE_YOUR_CALM, MAX_BLOCK, encode
 from extproc.transport.http2 import (
     Connection,

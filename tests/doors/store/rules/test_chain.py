@@ -1,7 +1,6 @@
 """Chains in every store are those of `follow`; time is an argument."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.detectors.chain import ChainPlace, Spoken
 from extproc.store.memory import MemoryStore

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.documents import KINDS

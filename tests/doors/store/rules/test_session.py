@@ -3,8 +3,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import (
@@ -39,8 +38,7 @@ from tests.support.ledger import (
 )
 from tests.support.records import replace
 from tests.support.servers import Driver
-from tests.support.session_calls import MOVES as AGENT_MOVES
-from tests.support.session_calls import Client, Move, follow, in_memory
+from tests.support.session_calls import MOVES as AGENT_MOVES, Client, Move, follow, in_memory
 
 
 @pytest.mark.parametrize("case", CASES)
