@@ -18,6 +18,7 @@ from tool_agents import (
 )
 
 from tests.support.harness import Stack
+from tests.support.sdks import open_bedrock
 from tests.support.stacks import open_stack
 
 
@@ -136,20 +137,12 @@ def gemini_agent(job: Job) -> Iterator[Turn]:
         contents.append(types.Content(role="user", parts=said))
 
 
-def bedrock_agent(job: Job, signature: str | None = None) -> Iterator[Turn]:
-    import boto3
+def bedrock_agent(job: Job) -> Iterator[Turn]:
     import botocore
-    from botocore.config import Config
 
-    once = Config(
-        retries={"total_max_attempts": 1}, signature_version=signature or botocore.UNSIGNED
-    )
-    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-    client: Any = boto3.client(
-        "bedrock-runtime", endpoint_url=job.url, region_name="us-east-1", config=once, **keys
-    )
-    client.meta.events.register(
-        "before-call", lambda params, **_: params["headers"].update({USER: job.user})
+    once = {"total_max_attempts": 1}
+    client = open_bedrock(
+        job.url, {USER: job.user}, retries=once, signature_version=botocore.UNSIGNED
     )
     messages: list[Any] = [{"role": "user", "content": [{"text": job.tasks[0]}]}]
     while True:
