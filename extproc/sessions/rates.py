@@ -207,10 +207,7 @@ def look_up(model: str) -> list[tuple[int, TokenPrice]]:
     Returns:
         pairs of a prompt length in tokens, and the prices above it; longest first, -1 last.
     """
-    from genai_prices import (
-        Usage as Counted,  # noqa: PLC0415  # takes 0.2 s to import
-        calc_price,  # noqa: PLC0415  # same
-    )
+    from genai_prices import Usage as Counted, calc_price  # noqa: PLC0415  # takes 0.2 s
 
     for provider in [provider for mark, provider in _PROVIDERS if model and mark in model]:
         try:
