@@ -312,8 +312,8 @@ class Outcome:
             self.delay_ms or self.retry_after or 0,
         )
 
-    def change_action(self, action: Action) -> Outcome:
-        """A copy with another action, without a delay."""
+    def change_action(self, action: Action, delay_ms: int = 0) -> Outcome:
+        """A copy with another action and delay."""
         return Outcome(
             self.policy,
             self.mode,
@@ -323,7 +323,7 @@ class Outcome:
             self.count,
             self.span_ms,
             self.window_seconds,
-            0,
+            delay_ms,
             self.retry_after,
             self.refusal,
             self.detector,

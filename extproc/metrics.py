@@ -204,7 +204,8 @@ class Metrics:
         )
         self.access_log_entries = counter(
             "access_log_entries_total",
-            "Access log entries about session requests; unknown: no session waits for it",
+            "Access log entries about session requests; unknown: no session waits for it; missing: "
+            "back_to_back waits for it in vain",
             "result",
         )
         by_limit = ("policy", "mode", "limit", "action")
@@ -254,7 +255,7 @@ class Metrics:
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
             self.handover_errors.labels(reason)
-        for result in ("taken", "dropped", "unknown", "error"):
+        for result in ("taken", "dropped", "unknown", "error", "missing"):
             self.access_log_entries.labels(result)
         for result in ("sent", "dropped"):
             self.events.labels(result)

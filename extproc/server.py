@@ -76,6 +76,9 @@ need no more CPU time.
 
 _LOOK_SECONDS = 1.0
 
+_ENTRIES_ARRIVE = b"1"
+"""Tells other replicas that access log entries arrive."""
+
 _LAST_WORDS_SECONDS = 1.0
 """Time for requests that are let through at the end of the drain to send their answer."""
 
@@ -146,7 +149,8 @@ class Server:
         budgets = Board(
             "budgets", BudgetDocument, reporter.budgets, store, self._shows_callers, replica
         )
-        self._replicas = ReplicaWatch(store, replica, self._shares_budgets, self._note_replicas)
+        self._replicas = ReplicaWatch(store, replica, self._needs_replicas, self._note_replicas)
+        self._replicas.news, self._replicas.hear = self._tell_entries, self._hear_of_entries
         self._boards: list[Board[Any]] = [loops, sessions, incidents, coverage, budgets]
         self._overrides.list_seen = lambda: find_seen(loops.view(), sessions.view(), budgets.view())
         self._overrides.list_budgets = lambda: budgets.view().document.rows
@@ -475,8 +479,18 @@ class Server:
         plans = [*self.service.engine.plans, *self.service.handed_over.list_plans()]
         return any(plan.budget is not None for plan in plans)
 
-    def _shares_budgets(self) -> bool:
-        return not isinstance(self._store, MemoryStore) and self._has_budgets()
+    def _needs_replicas(self) -> bool:
+        if isinstance(self._store, MemoryStore):
+            return False
+        plans = [*self.service.engine.plans, *self.service.handed_over.list_plans()]
+        return any(plan.budget is not None or plan.spans for plan in plans)
+
+    def _tell_entries(self) -> bytes:
+        return _ENTRIES_ARRIVE if self.service.entries.is_fresh(time.monotonic()) else b""
+
+    def _hear_of_entries(self, told: list[bytes]) -> None:
+        if _ENTRIES_ARRIVE in told:
+            self.service.note_entry(own=False)
 
     def _note_replicas(self, number: int) -> None:
         self.service.counting.replicas = number

@@ -609,7 +609,7 @@ class Exchange(Reading):
                 self.reads_ends = self.reads_ends or plan.reads_ends
         if plan.budget is not None:
             self._admit_budget(plan, plan.budget, group)
-        self.reserves = self.reserves or plan.limiter is not None or plan.budget is not None
+        self.reserves = self.reserves or plan.reserves
 
     def _admit_budget(self, plan: Plan, budget: BudgetPlan, group: Guards) -> None:
         group.admit_budget(plan, budget, self.request, self._last)

@@ -11,7 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from extproc.apis import may_declare
+from extproc.apis import may_declare, open_conversation
+from extproc.apis.conversation import ASSISTANT, TOOL, TOOLS
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.budgets.guard import BudgetRules
 from extproc.decision import Outcome, Repeat, Subject
@@ -60,6 +61,7 @@ from extproc.sessions.names import Rings, hash_session
 from extproc.sessions.rates import estimate_tokens
 from extproc.sessions.trees import NO_AGENT, digest_agent
 from extproc.store.pushes import AnyPush
+from extproc.store.rules.back_to_back import BACK_TO_BACK, Begin
 from extproc.store.rules.budget import Taken
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import RootSearch
@@ -175,7 +177,7 @@ class Guard:
         self.subject = subject
         self.compared: bytes | None = None
         self.compared_exactly = False
-        self.hit: Hit | Step | None = None
+        self.hit: Hit | Begin | Step | None = None
         self.memory: Memory | None = None
         self.pushes: Sequence[AnyPush] = ()
         self.waits = False
@@ -300,8 +302,11 @@ class Guard:
             NotCounted: the answers are not sufficient to count the request.
         """
 
-    def list_counted(self) -> list[tuple[str, str]]:
-        """Counters to undo if the upstream fails, as (kind, key)."""
+    def list_counted(self) -> list[tuple[str, ...]]:
+        """Counters that need to know the request's end, as (kind, key).
+
+        Those of `back_to_back` also have the request's name.
+        """
         return []
 
     def judge(self, count: Answer) -> Outcome:
@@ -375,6 +380,8 @@ class LoopGuard(Guard):
         detector: the detector.
         claim: what the headers claim about the body; None for nothing.
         contradicted: the body contradicts the headers.
+        is_bare: the detector `spans`, and the body has neither tools nor a turn of the assistant,
+            or is unreadable.
     """
 
     def __init__(
@@ -392,6 +399,7 @@ class LoopGuard(Guard):
         self._count = UNCOUNTED
         self.claim: Any = None
         self.contradicted = False
+        self.is_bare = False
         self.needs_body = detector.needs_body or plan.reads_body
 
     def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Guard:  # noqa: ARG002  # for budgets
@@ -443,6 +451,8 @@ class LoopGuard(Guard):
         self.composite, self.fingerprint, check = exchange.name(sums, self.caller)
         self.tenant = self.plan.callers.name_caller(self.values, self.caller)
         self._name = exchange.scope, self.fingerprint + check
+        if detector.spans:
+            self.is_bare = self._is_bare(exchange)
         self._ask()
         if self.memory is not None and self.plan.rings is not None:
             self.waits = self.memory.waits
@@ -486,9 +496,12 @@ class LoopGuard(Guard):
         if not isinstance(count, Count):
             raise TypeError("a hit is answered with a count")
         self._count = count
-        return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
+        outcome = self.detector.judge(
+            self.fingerprint, self.tenant, count, self.subject, self.repeat
+        )
+        return self.detector.spare_bare(outcome, count) if self.is_bare else outcome
 
-    def list_counted(self) -> list[tuple[str, str]]:
+    def list_counted(self) -> list[tuple[str, ...]]:
         """See `Guard`.
 
         The first request of a window stays counted, unless the threshold is two, to save the
@@ -497,7 +510,9 @@ class LoopGuard(Guard):
         detector, hit = self.detector, self.hit
         if detector.counts_failed:
             return []
-        counted = [
+        if isinstance(hit, Begin):
+            return [(BACK_TO_BACK, hit.key, hit.name.hex())]
+        counted: list[tuple[str, ...]] = [
             (CHAIN, push.key) for push in self.pushes if self.waits and isinstance(push, ChainLink)
         ]
         if (
@@ -507,6 +522,23 @@ class LoopGuard(Guard):
         ):
             counted.append((LOG if hit.window_type == "sliding_log" else TALLY, hit.key))
         return counted
+
+    def _is_bare(self, exchange: Reading) -> bool:
+        if self.subject.tools:
+            return False
+        try:
+            document = exchange.open(
+                self.detector.max_inspect_bytes, ends=True, shadow=self.detector.shadow
+            )
+            conversation = open_conversation(document)
+            speakers = [speaker for speaker in conversation.list_speakers() if speaker]
+        except NotCounted:
+            return True
+        if speakers and speakers[-1] == ASSISTANT:  # the start of the answer
+            speakers.pop()
+        before = conversation.before
+        spoken = before.after or before.open_ended or ASSISTANT in speakers or TOOL in speakers
+        return not spoken and conversation.find_offer() != TOOLS
 
     def _compare(self, exchange: Reading, document: Document) -> Body:
         """Read the body; returns the checksums of what is compared."""
@@ -547,6 +579,11 @@ class LoopGuard(Guard):
             self._look_up(self._standing)
         scope, name = self._name
         name = renew(name, self.overrides)
+        if self.detector.spans:
+            self.hit = self.detector.make_begin(
+                scope, self.tenant, name, self.subject, CALLS.name(), bare=self.is_bare
+            )
+            return
         self.hit = self.detector.make_hit(scope, self.tenant, name, self.subject, self.repeat)
 
 

@@ -30,6 +30,7 @@ from extproc.sessions.limits import SessionLimiter
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
 from extproc.sessions.trees import AgentNames
+from extproc.store.rules.back_to_back import BACK_TO_BACK, NAME, Begin
 from extproc.store.rules.windows import Count, Hit
 
 _NAMING: Final = {"keys", "agent_keys", "parent_keys"}
@@ -53,6 +54,13 @@ _MILD = frozenset({Action.WARN, Action.STEER})
 
 DISPLAY_COUNT = 1_000
 """Minimum capacity of a `sliding_log`, in requests. Reports stay exact well past the threshold."""
+
+PAUSE_SECONDS: Final = 2
+"""The default window of `back_to_back`: the longest pause before the next request of a loop."""
+
+BARE_REFUSED_FROM: Final = 256
+"""The first request that `back_to_back` refuses if the body has neither tools nor a turn of the
+assistant. One worker of a benchmark or a load test sends such requests, often 200 of them."""
 
 _Descriptors = tuple[tuple[Descriptor, ...], tuple[tuple[Descriptor, list[str]], ...]]
 """Descriptors in the head, and those in the body with their pointers."""
@@ -153,6 +161,8 @@ class Detector:
     """One entry of loop_detection, compiled.
 
     Attributes:
+        stands_in: it acts only while no access log entries arrive.
+        spans: it counts requests that follow each other back to back, as intervals.
         mildest: the action for a weak loop that is still below its threshold.
         patient: the strictest action that does not end a run.
     """
@@ -207,7 +217,9 @@ class Detector:
         self._noted_from = next(
             (number for action, number in later if action in NOTED), MAX_THRESHOLD
         )
-        self.window_seconds = loop.window_seconds or 0
+        self.spans = loop.window_type == BACK_TO_BACK
+        self.stands_in = loop.only_without_entries
+        self.window_seconds = loop.window_seconds or (PAUSE_SECONDS if self.spans else 0)
         # A stateless detector stores only its cooldown, which has a start and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
         self.max_delay_ms = loop.max_delay_ms
@@ -218,7 +230,8 @@ class Detector:
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
         self.needs_no_caller = self.stateless and not loop.cooldown_seconds
-        self.counts_failed = loop.count_failed
+        self.counts_failed = not loop.needs_entries
+        self.counts_refused = loop.count_refused
         # Only refused requests can be excluded from the count; after any other action, the request
         # continues.
         self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
@@ -262,6 +275,19 @@ class Detector:
         # the strictest action starts it, others only look it up.
         threshold = 1 if repeat.rank == len(self._later) + 1 else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
+
+    def make_begin(  # noqa: PLR0913  # as `make_hit`
+        self, scope: str, tenant: str, digest: str, subject: Subject, call: bytes, *, bare: bool
+    ) -> Begin:
+        """As `make_hit`, for a detector that `spans`.
+
+        `call` is the request's name; `bare` is as in `LoopGuard`.
+        """
+        threshold = self._find_threshold(subject) + self._last
+        if bare and self.actions[-1] is Action.REJECT:
+            threshold = max(threshold, BARE_REFUSED_FROM)
+        key = f"{self._key}{scope}:{tenant}:{digest}"
+        return Begin(key, call[:NAME], self._window_ms, threshold, self._cooldown_ms)
 
     def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
         """Seconds until a repetition would pass, if none comes before; None for never."""
@@ -347,7 +373,7 @@ class Detector:
             action = self.actions[-1]
         elif self.stateless:
             action = self._find_due(repeat)
-        elif len(self.actions) > 1:
+        elif len(self.actions) > 1 or self.spans:
             held = bisect_right(self.list_thresholds(subject), number)
             action = self.actions[held - 1] if held else Action.ALLOW
         return Outcome(
@@ -369,6 +395,21 @@ class Detector:
 
     def _find_delay(self, number: int) -> int:
         return min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms)
+
+    def spare_bare(self, outcome: Outcome, count: Count) -> Outcome:
+        """The outcome for a body with neither tools nor a turn of the assistant.
+
+        It may be one of many samples, so it is delayed or gets a warning, and is refused only from
+        BARE_REFUSED_FROM.
+        """
+        due = outcome.action
+        if due in (Action.ALLOW, Action.WARN, Action.THROTTLE) or (
+            due is Action.REJECT and count.looping
+        ):
+            return outcome
+        if Action.THROTTLE not in self.actions or due is Action.STEER:
+            return outcome.change_action(Action.WARN)
+        return outcome.change_action(Action.THROTTLE, self._find_delay(outcome.count))
 
     def be_patient(self, outcome: Outcome, repeat: Repeat) -> Outcome:
         """The outcome for a loop that is not refused because it is part of an incident."""
@@ -396,6 +437,7 @@ class Plan:
     """A policy with its guards.
 
     Attributes:
+        detectors: those that act now; see `note_entries`.
         guards_strangers: a detector counts nothing, and so acts on requests without a caller, too.
         callers: names callers.
         merges_strangers: all requests without a caller count as one caller's.
@@ -408,6 +450,7 @@ class Plan:
         leaves_out_notes: a detector gives notes only to a percentage of conversations.
         paired: its outcomes are compared with another policy's.
         counts_failed: requests stay counted if their upstream fails.
+        reserves: something is given back if the request is not forwarded.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
         root_names: finds the session at the root of a request's agents.
     """
@@ -422,12 +465,13 @@ class Plan:
         # With keep_counts, an enforcing policy uses the keys of its shadow mode, and so continues
         # its counts.
         namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""
-        self.detectors = tuple(
+        self.detectors = self._every = tuple(
             Detector(
                 self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace
             )
             for name, loop in spec.detectors()
         )
+        self._usual = tuple([each for each in self._every if not each.stands_in])
         self.leaves_out_notes = not shadow and any(
             detector.steer_share < EVERYBODY for detector in self.detectors
         )
@@ -458,6 +502,7 @@ class Plan:
             self.limiter.names if self.limiter is not None else parts.find_root_names(spec.session)
         )
         self.budget = self._make_budget(spec, parts, namespace) if spec.has_budgets() else None
+        self.reserves = self.limiter is not None or self.budget is not None or self.spans
         self.needs_body = (
             self.reads_body
             or self.limiter is not None
@@ -466,7 +511,7 @@ class Plan:
         looking = [
             detector.max_inspect_bytes
             for detector in self.detectors
-            if self.reads_body or detector.looks or detector.refusal.completes
+            if self.reads_body or detector.looks or detector.spans or detector.refusal.completes
         ]
         steering = [
             detector.max_inspect_bytes
@@ -490,6 +535,17 @@ class Plan:
             chosen_by, _ = parts.find_descriptors(spec.list_ramp_keys())
             self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
             self.watching = Plan(policy, parts, shadow=True)
+
+    @property
+    def spans(self) -> bool:
+        """Whether a detector counts requests that follow each other back to back."""
+        return any(detector.spans for detector in self._every)
+
+    def note_entries(self, *, arrive: bool) -> None:
+        """Let detectors with `only_without_entries` act only while no access log entries arrive."""
+        self.detectors = self._usual if arrive else self._every
+        if self.watching is not None:
+            self.watching.note_entries(arrive=arrive)
 
     def name_callers(self, aliases: dict[str, str]) -> None:
         """Set the aliases, which may come from other policies."""

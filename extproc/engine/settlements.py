@@ -20,14 +20,17 @@ from extproc.budgets.subject import DOLLAR_UNIT
 from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange
-from extproc.engine.guards import CALLS, SessionGuard
+from extproc.engine.guards import CALLS, LoopGuard, SessionGuard
 from extproc.engine.plan import Plan
 from extproc.sessions.rates import Usage, estimate_tokens
+from extproc.store.rules.back_to_back import BACK_TO_BACK, LEFT_OUT, NAME, Begin, End
+from extproc.store.rules.back_to_back import REFUSED as TURNED_AWAY
 from extproc.store.rules.budget import HIGHEST, Take
 from extproc.store.rules.session import (
     FAILED,
     MAX_RESERVE,
     NANO_DOLLARS,
+    REFUSED,
     SUCCEEDED,
     WITHDRAWN,
     Settlement,
@@ -54,6 +57,8 @@ _MOST_RESERVED: Final = 64
 _LONGEST_KEY: Final = 1_024
 _KEY_OF_OURS: Final = re.compile(r"(shadow:)?(loop|chain2):.{1,1000}[0-9a-f]{2}")
 
+_NAME_OF_OURS: Final = re.compile(f"[0-9a-f]{{{2 * NAME}}}")
+
 _encode: Final = json.Encoder().encode
 _decode: Final = json.Decoder(list[dict[str, Any]]).decode
 
@@ -71,7 +76,8 @@ class Entry(NamedTuple):
         usage: its tokens.
         estimated: some token counts are estimated from the lengths of the bodies.
         refused: Loopguard refused it.
-        counted: for a failed or unsent request, counters to undo if policies do not count failures.
+        counted: ends of intervals and, for a failed or unsent request, counters to undo if
+            policies do not count failures.
         model_ms: time that the upstream took, in milliseconds; 0 if unknown.
         unsent: another filter refused it, or its client left, before any of it reached an upstream.
         most_output: maximum tokens of its response, if it is a stream that does not report them;
@@ -89,7 +95,7 @@ class Entry(NamedTuple):
     usage: Usage = Usage(0, 0)
     estimated: bool = True
     refused: bool = False
-    counted: Sequence[TakeBack] = ()
+    counted: Sequence[TakeBack | End] = ()
     model_ms: int = 0
     unsent: bool = False
     most_output: int = 0
@@ -129,7 +135,7 @@ class Settled(NamedTuple):
         loop: the request's cost, if this reservation prices a request in a loop.
     """
 
-    asked: Settlement | TakeBack | Take
+    asked: Settlement | TakeBack | End | Take
     policy: str = ""
     mode: str = ""
     stands: bool = False
@@ -182,10 +188,23 @@ def list_give_backs(
     return given, here
 
 
+def list_withdrawn(exchange: Exchange, outcome: int) -> list[Settled]:
+    """Questions that end the intervals of a request that was REFUSED or WITHDRAWN."""
+    ended: list[Settled] = []
+    for group in exchange.groups:
+        for guard in group.active:
+            begun = guard.hit
+            if isinstance(guard, LoopGuard) and isinstance(begun, Begin):
+                stays = outcome == REFUSED and guard.detector.counts_refused
+                how = TURNED_AWAY if stays else LEFT_OUT
+                ended.append(Settled(End(begun.key, begun.name, how, begun.window_ms)))
+    return ended
+
+
 def describe_calls(exchange: Exchange) -> str:
     """What the access log must repeat about a forwarded request, as JSON; may be empty.
 
-    It is a list of objects: one for each session's call, one for the counters to undo, and one for
+    It is a list of objects: one for each session's call, one for counters, and one for
     each policy with budgets.
     """
     described: list[dict[str, object]] = [
@@ -279,19 +298,23 @@ def read_calls(text: object) -> Sequence[dict[str, Any]]:
         return ()
 
 
-def read_counted(named: object) -> list[TakeBack]:
-    """Parse the counters to undo."""
-    pairs = named if isinstance(named, list) else []
-    texts = [
-        pair
-        for pair in pairs
-        if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)
-    ]
-    return [
-        TakeBack(key, str(kind))
-        for kind, key in texts[:_MOST_POLICIES]
-        if _KEY_OF_OURS.fullmatch(key) is not None
-    ]
+def read_counted(named: object, lasted_ms: int) -> list[TakeBack | End]:
+    """Parse the counters that need to know a request's end.
+
+    `lasted_ms` is as in `End`; all but intervals only need to know that the request failed.
+    """
+    counters = named if isinstance(named, list) else []
+    found: list[TakeBack | End] = []
+    for counter in counters[:_MOST_POLICIES]:
+        if not isinstance(counter, list) or not all(isinstance(text, str) for text in counter):
+            continue
+        if len(counter) < _PAIR or _KEY_OF_OURS.fullmatch(counter[1]) is None:
+            continue
+        if len(counter) == _PAIR and counter[0] != BACK_TO_BACK and lasted_ms == LEFT_OUT:
+            found.append(TakeBack(counter[1], counter[0]))
+        elif len(counter) > _PAIR and _NAME_OF_OURS.fullmatch(counter[2]) is not None:
+            found.append(End(counter[1], bytes.fromhex(counter[2]), lasted_ms))
+    return found
 
 
 def list_settlements(engine: Engine, entry: Entry) -> tuple[list[Settled], int]:

@@ -32,6 +32,7 @@ from extproc.logs import RateLimit, make_extra
 from extproc.metrics import Metrics
 from extproc.pb.accesslog_pb2 import ResponseFlags
 from extproc.sessions.rates import BYTES_PER_TOKEN, Usage, estimate_tokens
+from extproc.store.rules.back_to_back import LEFT_OUT
 from extproc.store.rules.take_back import COUNTED
 
 _LOG = logging.getLogger("loopguard")
@@ -53,10 +54,13 @@ _COMMON_PROPERTIES: Final = 1 << 3 | DELIMITED
 _REQUEST: Final = 3 << 3 | DELIMITED
 _RESPONSE: Final = 4 << 3 | DELIMITED
 # Its parts:
+_ALL_HEARD: Final = 6 << 3 | DELIMITED
 _FIRST_SENT: Final = 7 << 3 | DELIMITED
 _LAST_RECEIVED: Final = 10 << 3 | DELIMITED
+_LAST_ANSWERED: Final = 12 << 3 | DELIMITED
 _RESPONSE_FLAGS: Final = 16 << 3 | DELIMITED
 _METADATA: Final = 17 << 3 | DELIMITED
+_DURATION: Final = 23 << 3 | DELIMITED
 _INTERMEDIATE: Final = 27 << 3 | VARINT
 _REQUEST_BODY_BYTES: Final = 12 << 3 | VARINT
 _RESPONSE_CODE: Final = 1 << 3 | DELIMITED
@@ -163,6 +167,8 @@ class _Logged:
         sent_ms: when the first byte was sent to the upstream, in milliseconds since the request
             began; 0 for never.
         received_ms: when the last byte was received from the upstream, likewise.
+        heard_ms: when the last byte was received from the client, likewise.
+        answered_ms: when the last byte was sent to the client, or the request ended, likewise.
     """
 
     def __init__(self) -> None:
@@ -179,6 +185,7 @@ class _Logged:
         self.sent = False
         self.sent_ms = 0
         self.received_ms = 0
+        self.heard_ms = self.answered_ms = 0
 
 
 class AccessLog:
@@ -292,6 +299,10 @@ def _read_common(reader: Reader, logged: _Logged) -> None:
             logged.sent_ms = _read_duration(reader)
         elif tag == _LAST_RECEIVED:
             logged.received_ms = _read_duration(reader)
+        elif tag == _ALL_HEARD:
+            logged.heard_ms = _read_duration(reader)
+        elif tag in (_LAST_ANSWERED, _DURATION):
+            logged.answered_ms = max(logged.answered_ms, _read_duration(reader))
         elif tag == _INTERMEDIATE:
             logged.unfinished = reader.value != 0
     reader.leave(outer)
@@ -437,9 +448,8 @@ def _make_entry(logged: _Logged) -> Entry | None:
     unsent = not (refused or failed or logged.sent) and (
         logged.status >= _ERROR or not logged.status
     )
-    counted = [
-        found for each in named if failed or unsent for found in read_counted(each.get(COUNTED))
-    ]
+    lasted = LEFT_OUT if failed or unsent else max(0, logged.answered_ms - logged.heard_ms)
+    counted = [found for each in named for found in read_counted(each.get(COUNTED), lasted)]
     if named and not calls and not counted:
         return None
     found = _FoundUsage(logged)

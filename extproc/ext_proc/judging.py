@@ -23,7 +23,7 @@ from extproc.engine.guards import SessionGuard
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_head
-from extproc.engine.settlements import Entry, describe_calls
+from extproc.engine.settlements import Entry, describe_calls, list_withdrawn
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.let_pass import (
     LAST_HEADERS,
@@ -458,6 +458,8 @@ def _write(
     lead, budgets = decision.lead, exchange.budgets
     reserves = len(exchange.sessions) > 0 or exchange.settles or not exchange.counts_failed
     calls = describe_calls(exchange) if reserves and exchange.state != OBSERVED else ""
+    if calls and not exchange.counts_failed and any(plan.spans for plan in exchange.plans):
+        service.note_begun()
     if (
         lead is None
         and decision.shadow is None
@@ -538,6 +540,7 @@ def give_back(service: Service, exchange: Exchange, outcome: int, status: int) -
     """Give back what a REFUSED or WITHDRAWN request reserved; `status` of its answer or 0."""
     report = partial(service.reporter.report_settled, Entry(status=status, refused=True))
     service.counting.give_back(exchange.sessions, exchange.budgets, outcome, report)
+    service.counting.settle(list_withdrawn(exchange, outcome))
 
 
 def _compare(service: Service, exchange: Exchange, decision: Decision, *, refused: bool) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from datetime import UTC, datetime
 from functools import partial
-from time import perf_counter, time
+from time import monotonic, perf_counter, time
 
 from extproc.engine.counting import Counting
 from extproc.engine.engine import Engine
+from extproc.engine.entries import Entries
 from extproc.engine.handover import HandedOver, RefusedPolicy
 from extproc.engine.orders import Overrides
 from extproc.engine.settlements import Entry, list_settlements
@@ -24,6 +25,7 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.back_to_back import End
 
 
 class Waiting:
@@ -63,6 +65,7 @@ class Service:
         pairs: compares shadow policies with enforcing ones.
         overrides: operators' orders, if any; replaced when they change.
         access_log: reads the outcome of requests.
+        entries: whether entries arrive.
         handed_over: policies that come with routes.
         streams: number of open streams.
         waiting: streams that wait for a body, oldest first.
@@ -94,6 +97,7 @@ class Service:
         self.pairs.show(metrics)
         self.overrides: Overrides | None = None
         self.access_log = AccessLog(self.settle_entry, metrics)
+        self.entries = Entries()
         self.streams = 0
         self.waiting: OrderedDict[Waiting, None] = OrderedDict()
         self.given_up = 0
@@ -107,6 +111,26 @@ class Service:
         """Replace the policies. Open requests keep those with which they began."""
         self.engine = engine
         self.pairs.follow(engine.pairings, time())
+        self._switch_detectors()
+
+    def note_begun(self) -> None:
+        """Note a forwarded request whose end `back_to_back` needs to know."""
+        arrived = self.entries.arrive
+        if self.entries.note_begun(monotonic()):
+            self.metrics.access_log_entries.labels("missing").inc()
+            if arrived:
+                self._switch_detectors()
+
+    def note_entry(self, *, own: bool = True) -> None:
+        """Note that an entry for `back_to_back` has arrived, here or at another replica."""
+        arrived = self.entries.arrive
+        self.entries.note_entry(monotonic(), own=own)
+        if not arrived:
+            self._switch_detectors()
+
+    def _switch_detectors(self) -> None:
+        for plan in [*self.engine.plans, *self.handed_over.list_plans()]:
+            plan.note_entries(arrive=self.entries.arrive)
 
     def make_room(self) -> bool:
         """Give up the stream that has waited longest for a body; returns whether there was one.
@@ -139,6 +163,8 @@ class Service:
         """Report a request's outcome to its counters, sessions and budgets."""
         if entry.absurd:
             self.metrics.absurd_usage.inc()
+        if entry.counted and isinstance(entry.counted[-1], End):
+            self.note_entry()
         settled, unknown = list_settlements(self.engine, entry)
         if unknown:
             self.reporter.report_unknown_calls(unknown)
@@ -157,6 +183,7 @@ class Service:
         found = self.handed_over.recall(policy_json, now)
         if found is None:
             found = self.handed_over.compile(policy_json, now)
+            self._switch_detectors()
             if isinstance(found, RefusedPolicy):
                 self.reporter.report_refused_policy(found)
         if isinstance(found, Engine):

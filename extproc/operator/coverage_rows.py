@@ -20,6 +20,7 @@ CROWDED: Final = "crowded sessions"
 DROPPED: Final = "turns dropped"
 EVICTED: Final = "entries evicted"
 ABSURD: Final = "absurd usage"
+UNLOGGED: Final = "entries missing"
 """Reasons of rows, in addition to those of `uncounted_total`."""
 
 ENFORCES_ON_NONE: Final = "enforces_on_none"

@@ -24,7 +24,7 @@ from extproc.operator.after_notes import NoteFollower
 from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.budget_table import BudgetTable
 from extproc.operator.coverage import Coverage
-from extproc.operator.coverage_rows import ABSURD, DROPPED, EVICTED
+from extproc.operator.coverage_rows import ABSURD, DROPPED, EVICTED, UNLOGGED
 from extproc.operator.incident_table import IncidentTable
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
@@ -101,6 +101,7 @@ class Reporter:
             DROPPED: metrics.chains_dropped,
             EVICTED: metrics.store_evictions,
             ABSURD: metrics.absurd_usage,
+            UNLOGGED: metrics.access_log_entries.labels("missing"),
         }
         return {reason: int(counter._value.get()) for reason, counter in counters.items()}  # noqa: SLF001  # as fast as a number
 

@@ -57,6 +57,7 @@ from extproc.request.limit_keys import (
 )
 from extproc.request.notes import PLACEHOLDERS
 from extproc.sessions.session_limits import Session, SessionLimits, UnnamedLimits
+from extproc.store.rules.back_to_back import BACK_TO_BACK
 
 MAX_DELAY_MS = 30_000
 """Default and maximum of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
@@ -306,7 +307,11 @@ class LoopDetection(SimilarityKeys):
             final answer without tool calls, `throttle` delays, `steer` adds a note for the model,
             `warn` a header.
         window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last
-            `window_seconds` count; `fixed`: the first request starts the window.
+            `window_seconds` count; `fixed`: the first request starts the window; `back_to_back`:
+            each request begins at most `window_seconds` (default 2) after the answer to the one
+            before, and overlaps none.
+        only_without_entries: with `true`, acts only while no access log entries arrive, in place of
+            a detector with `back_to_back`.
         count_refused: with `false`, refused requests don't count.
         count_failed: with `false`, requests that get a 5xx or no answer, or that another filter
             refuses before they reach the upstream, don't count, if Envoy's access log reports them.
@@ -327,7 +332,8 @@ class LoopDetection(SimilarityKeys):
     enabled: bool = False
     window_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] | None = None
     action: Literal["reject", "land", "throttle", "steer", "warn"] = "reject"
-    window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
+    window_type: Literal["sliding_ttl", "sliding_log", "fixed", "back_to_back"] = "sliding_ttl"
+    only_without_entries: bool = False
     count_refused: bool = True
     count_failed: bool = True
     reject_status: Status = 429
@@ -337,6 +343,11 @@ class LoopDetection(SimilarityKeys):
     steer_note: NoteTemplate | None = None
     steer_share: Annotated[int, Field(ge=0, le=EVERYBODY)] = EVERYBODY
     max_inspect_bytes: InspectBytes = INSPECT_BYTES
+
+    @property
+    def needs_entries(self) -> bool:
+        """Whether it needs Envoy's access log entries."""
+        return self.window_type == BACK_TO_BACK or not self.count_failed
 
     @property
     def steers(self) -> bool:

@@ -135,7 +135,7 @@ class PolicySet:
         return any(
             [
                 *[limit.needs_answers() for limit in limits],
-                *[not loop.count_failed for loop in loops],
+                *[loop.needs_entries for loop in loops],
                 *budgets,
             ]
         )

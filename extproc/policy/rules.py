@@ -50,6 +50,7 @@ from extproc.request.limit_keys import (
 )
 from extproc.request.secrets import CREDENTIAL
 from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors, names_agents
+from extproc.store.rules.back_to_back import BACK_TO_BACK
 
 MAX_LOG_THRESHOLD = 10_000
 """Maximum threshold of a `sliding_log`, which stores a timestamp for each request."""
@@ -242,7 +243,17 @@ def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  
     if loop.get("enabled") is not True:
         return
     stateless = kind is not None and kind.stateless
-    optional = {"window_seconds"} if stateless else set()
+    spans = loop.get("window_type") == BACK_TO_BACK
+    if stateless and spans:
+        counting = ", ".join([other for other in KINDS if not KINDS[other].stateless])
+        yield (
+            (*place, "window_type"),
+            (
+                f"with window_type {BACK_TO_BACK}, similarity must be one of {counting}, not "
+                f"{name}, which counts no requests"
+            ),
+        )
+    optional = {"window_seconds"} if stateless or spans else set()
     if kind is not None and kind.default_threshold is not None:
         optional.add(_THRESHOLD)
     for field in ("window_seconds", _THRESHOLD):
@@ -373,10 +384,31 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     for place, loop in _list_entries(policy):
         if loop.model_fields_set and "enabled" not in loop.model_fields_set:
             yield place, _OFF
+    yield from _find_missing_stand_ins(policy)
     yield from _find_idle_steering(policy)
     yield from _find_idle_keys(policy)
     yield from _find_idle_ramp(policy.spec)
     yield from _find_suspicious_rules(policy)
+
+
+def _find_missing_stand_ins(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find `back_to_back` without a detector for the time without entries, and the opposite."""
+    entries = [(place, loop) for place, loop in _list_entries(policy) if loop.enabled]
+    spanning = [place for place, loop in entries if loop.window_type == BACK_TO_BACK]
+    standing_in = [place for place, loop in entries if loop.only_without_entries]
+    if spanning and not standing_in:
+        yield (
+            (*spanning[0], "window_type"),
+            (
+                "back_to_back counts nothing while no access log entries arrive; add a detector "
+                "with window_type sliding_log and only_without_entries"
+            ),
+        )
+    for place in standing_in if not spanning or spanning == standing_in else ():
+        yield (
+            (*place, "only_without_entries"),
+            "has no effect without another detector with window_type back_to_back",
+        )
 
 
 def find_suspicious_matches(policy: Policy) -> Iterator[tuple[Place, str]]:

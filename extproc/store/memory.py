@@ -28,6 +28,7 @@ from extproc.settings import Settings
 from extproc.store.memory_budgets import KeptBudget, MemoryBudgets
 from extproc.store.memory_chains import MemoryChains
 from extproc.store.pushes import AnyPush
+from extproc.store.rules.back_to_back import NAME, Begin, End, Interval, State, begin, end
 from extproc.store.rules.budget import UNUSED, BudgetState, Take
 from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
@@ -98,6 +99,10 @@ _LEDGER: Final = struct.Struct("<qqI")
 _BUDGET: Final = struct.Struct("<qqqqqq")
 _BUDGET_SIZE: Final = _BUDGET.size
 _TALLY: Final = struct.Struct("<qqqI")
+_RUN: Final = struct.Struct("<qqI")
+"""The time of the last use, the end of the cooldown, and the count at the oldest interval."""
+
+_INTERVAL: Final = struct.Struct(f"<qq{NAME}s")
 _MAX_COUNT: Final = 2**32 - 1
 
 _monotonic_ns: Final = monotonic_ns  # compiled code reads a module's constant fastest
@@ -205,13 +210,17 @@ class MemoryStore:
     async def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    def _answer(self, asked: Step | Settlement | TakeBack | Take, now: int) -> Standing | Count:
+    def _answer(
+        self, asked: Step | Begin | Settlement | TakeBack | End | Take, now: int
+    ) -> Standing | Count:
         if isinstance(asked, TakeBack):
             return self._take_back(asked)
         if isinstance(asked, Take):
             raise TypeError("takes come last")
         if not isinstance(asked, Step):
-            return self._settle(asked, now)
+            if isinstance(asked, Begin):
+                return self._begin(asked, now)
+            return self._end(asked) if isinstance(asked, End) else self._settle(asked, now)
         if asked.search is None:
             return self._step(asked, now)
         root = self._find_root(asked.search, now)
@@ -293,6 +302,22 @@ class MemoryStore:
             elif entry is not None:
                 count, first, last, cooling_until = take_from_tally(_read_tally(entry))
                 entries[asked.key] = _TALLY.pack(last, cooling_until, first, count)
+        return UNCOUNTED
+
+    def _begin(self, asked: Begin, now: int) -> Count:
+        entry = self._take(asked.key, asked.lifetime_ms)
+        known = _read_intervals(entry) if isinstance(entry, bytes) else None
+        state, count = begin(known, asked, now)
+        self._put(asked.key, asked.lifetime_ms, _write_intervals(now, state), now)
+        return count
+
+    def _end(self, asked: End) -> Count:
+        for entries in self._shards[hash(asked.key) % len(self._shards)].values():
+            entry = entries.get(asked.key)
+            if isinstance(entry, bytes):
+                state = end(_read_intervals(entry), asked)
+                entries[asked.key] = _write_intervals(_read_times(entry)[0], state)
+                self._bytes += len(entries[asked.key]) - len(entry)
         return UNCOUNTED
 
     def _step(self, asked: Step, now: int) -> Standing:
@@ -478,6 +503,18 @@ def _open_ledger(entry: bytes, now: int) -> Ledger:
 def _read_tally(entry: bytes) -> Tally:
     last, cooling_until, first, number = _TALLY.unpack(entry)
     return number, first, last, cooling_until
+
+
+def _read_intervals(entry: bytes) -> State:
+    _, cooling_until, oldest = _RUN.unpack_from(entry)
+    intervals: list[Interval] = list(_INTERVAL.iter_unpack(entry[_RUN.size :]))
+    return oldest, cooling_until, intervals
+
+
+def _write_intervals(last: int, state: State) -> bytes:
+    oldest, cooling_until, intervals = state
+    packed = [_INTERVAL.pack(*each) for each in intervals]
+    return b"".join([_RUN.pack(last, cooling_until, min(oldest, _MAX_COUNT)), *packed])
 
 
 def _read_times(entry: _Entry) -> tuple[int, int]:

@@ -23,15 +23,17 @@ from extproc.store.link import RedisReply
 from extproc.store.pending import Pending
 from extproc.store.pushes import AnyPush
 from extproc.store.remote_documents import RemoteDocuments
+from extproc.store.rules.back_to_back import Begin
 from extproc.store.rules.budget import Take
 from extproc.store.rules.chain import Trail
-from extproc.store.rules.session import Question, Step
+from extproc.store.rules.session import Question, Settlement, Step
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Count, Hit
 from extproc.store.scripts import (
     CountAnswer,
     ScriptCall,
     count_call,
+    interval_call,
     push_call,
     session_call,
     take_back_call,
@@ -141,7 +143,7 @@ class RemoteStore:
         # All of a request or nothing. Settlements and take-backs are always sent.
         if self._whole and self._only is None:
             for question in hits:
-                if isinstance(question, Hit | Step) or (
+                if isinstance(question, Hit | Step | Begin) or (
                     isinstance(question, Take) and not question.settles
                 ):
                     self._find(question.key).check_open()
@@ -306,7 +308,9 @@ class RemoteStore:
             return count_call(asked, 1, now, self._known_refusals.take_owed(asked))
         if isinstance(asked, Take):
             return take_call(asked, now)
-        return take_back_call(asked) if isinstance(asked, TakeBack) else session_call(asked, now)
+        if isinstance(asked, Step | Settlement):
+            return session_call(asked, now)
+        return take_back_call(asked) if isinstance(asked, TakeBack) else interval_call(asked, now)
 
     def _join_takes(self, calls: list[ScriptCall], now: int | None) -> list[ScriptCall]:
         """Group the takes in each hash slot. Takes are the last calls."""

@@ -54,12 +54,17 @@ class ReplicaWatch:
     def __init__(
         self, store: Store, name: str, is_needed: Callable[[], bool], report: Callable[[int], None]
     ) -> None:
-        """Call `report` with the number after each look; no looks while `is_needed` is false."""
+        """Call `report` with the number after each look; no looks while `is_needed` is false.
+
+        The replicas' `news` are written beside their names, and `hear` gets them after each look.
+        """
         self._store = store
         self._name = name
         self._is_needed = is_needed
         self._report = report
         self._count = ReplicaCount()
+        self.news: Callable[[], bytes] = bytes
+        self.hear: Callable[[list[bytes]], None] = lambda _: None
 
     async def run(self) -> None:
         """Look periodically until cancelled."""
@@ -71,9 +76,11 @@ class ReplicaWatch:
 
     async def look(self, now: float) -> None:
         """Write the name to the board, and count the names; `now` in seconds. Raises StoreError."""
-        await self._store.documents.put(BOARDS, _BOARD, self._name, b"", KEPT_SECONDS)
+        await self._store.documents.put(BOARDS, _BOARD, self._name, self.news(), KEPT_SECONDS)
         found = await self._store.documents.read(BOARDS, _BOARD)
-        self._count.note(len(found.documents) if found is not None else 0, now)
+        told = list(found.documents.values()) if found is not None else []
+        self.hear(told)
+        self._count.note(len(told), now)
         self._report(self._count.number)
 
     async def leave(self) -> None:

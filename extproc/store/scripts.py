@@ -16,6 +16,7 @@ from typing import Any, Final
 from extproc.errors import StoreError
 from extproc.store.pushes import AnyPush
 from extproc.store.rules import read_script
+from extproc.store.rules.back_to_back import Begin, End
 from extproc.store.rules.budget import (
     ALONE,
     ANSWER,
@@ -227,6 +228,32 @@ _TAKE_BACK = Script("take_back", partial(_read_each, lambda _: UNCOUNTED))
 def take_back_call(asked: TakeBack) -> ScriptCall:
     """Take a request back from the counts that include it."""
     return ScriptCall(_TAKE_BACK, asked, (asked.kind.encode(),))
+
+
+_ONE_COUNT: Final = struct.Struct(">QBQQ")
+
+
+def _read_counts(reply: object, calls: int) -> list[Count]:
+    if not isinstance(reply, bytes) or len(reply) != _ONE_COUNT.size * calls:
+        raise _make_error()
+    return [
+        Count(count, looping != 0, cooldown, span)
+        for count, looping, cooldown, span in _ONE_COUNT.iter_unpack(reply)
+    ]
+
+
+_BACK_TO_BACK: Final = Script("back_to_back", _read_counts)
+_BEGINS: Final = -3
+
+
+def interval_call(asked: Begin | End, now: int | None = None) -> ScriptCall:
+    """Note that a request begins or has ended; `now` as in `count_call`."""
+    moment = -1 if now is None else now
+    if isinstance(asked, End):
+        last: tuple[int, ...] = (asked.lasted_ms, asked.window_ms, 0, 0)
+    else:
+        last = (_BEGINS, asked.window_ms, asked.threshold, asked.cooldown_ms)
+    return ScriptCall(_BACK_TO_BACK, asked, (asked.name, *last, moment), weight=1)
 
 
 _ROOTS = Script("roots", partial(_read_each, lambda value: [_check_root(value)]), ("root",))

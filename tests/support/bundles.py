@@ -327,7 +327,8 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("action", "explode", "must be one of reject, land, throttle, steer, warn"),
     ("action", ["reject"], "must be one of reject, land, throttle, steer, warn"),
     ("similarity", "nearly", f"must be one of {', '.join(KINDS)}"),
-    ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
+    ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed, back_to_back"),
+    ("only_without_entries", 1, "must be a boolean"),
     ("cooldown_seconds", -1, "must be >= 0"),
     ("cooldown_seconds", "1", "must be an integer"),
     ("count_refused", 1, "must be a boolean"),
@@ -357,6 +358,8 @@ TURNS: dict[str, object] = {"similarity": "turns"}
 
 MCP: dict[str, object] = {"similarity": "mcp"}
 
+
+COUNTING = ", ".join(name for name, kind in KINDS.items() if not kind.stateless)
 
 FITS = "threshold must be <= 30 with similarity turns: 64 turns are compared"
 
@@ -701,6 +704,21 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
                 "reject must be <= 10000 with window_type sliding_log: each request is stored",
             )
         ],
+    ),
+    *(
+        (
+            similar | {"window_type": "back_to_back"},
+            [
+                (
+                    "/window_type",
+                    (
+                        f"with window_type back_to_back, similarity must be one of {COUNTING}, not "
+                        f"{similar['similarity']}, which counts no requests"
+                    ),
+                )
+            ],
+        )
+        for similar in (CALLS, TURNS)
     ),
     # Unknown keys: what was meant, or where it belongs.
     ({"ignore_field": []}, [("/ignore_field", "unknown key; did you mean ignore_fields?")]),
@@ -1186,7 +1204,8 @@ DOCUMENTS: list[tuple[object, Errors]] = [
 FULL = entries(
     {"max_inspect_bytes": 2**24},
     CANONICAL | {"ignore_fields": ["/", "/a/*/b~0~1"], "max_inspect_bytes": 1},
-    TAIL | {"tail_messages": 200, "window_type": "sliding_log"},
+    TAIL | {"tail_messages": 200, "window_type": "sliding_log", "only_without_entries": True},
+    {"name": "back", "window_type": "back_to_back", "window_seconds": ...},
     TURNS
     | {
         "window_seconds": ...,

@@ -35,6 +35,7 @@ def add_entry(
     action: str = "",
     took: tuple[float, float] | None = None,
     gateway: Mapping[str, Any] | None = None,
+    times: Mapping[str, int] | None = None,
     **flags: bool,
 ) -> None:
     """Add the entry of a finished request.
@@ -50,6 +51,7 @@ def add_entry(
         action: Loopguard's action.
         took: when the upstream began and ended.
         gateway: see `told`.
+        times: durations of the entry by name, in milliseconds.
         **flags: response flags.
     """
     entry = message.http_logs.log_entry.add()
@@ -73,5 +75,7 @@ def add_entry(
             strict=True,
         ):
             moment.seconds, moment.nanos = int(seconds), round(seconds % 1 * 10**9)
+    for name, milliseconds in (times or {}).items():
+        getattr(entry.common_properties, name).FromMilliseconds(milliseconds)
     for name, value in flags.items():
         setattr(entry.common_properties.response_flags, name, value)

@@ -49,7 +49,7 @@ IMPORTED = {
         schemas tail tool_calls tools turn turns
     """,
     "engine": """
-        engine exchange guards handover orders plan ramp recording settlements
+        engine entries exchange guards handover orders plan ramp recording settlements
     """,
     "ext_proc": """
         access_log budget duplex judging service stream upload wire
@@ -85,7 +85,7 @@ IMPORTED = {
         remote replicas rules scripts shard side_connections topology
     """,
     "store/rules": """
-        budget calendar chain documents ring root session take_back tree windows
+        back_to_back budget calendar chain documents ring root session take_back tree windows
     """,
     "transport": """
         acceptor fast grpc grpcio headers health http2 tls

@@ -180,6 +180,7 @@ def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:
         for message in messages:
             replies.append(receive(stream, message))
             if replies[-1].done:
+                stream.end_hold()
                 break
     finally:
         stream.close()

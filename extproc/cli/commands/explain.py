@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import read_path
@@ -21,7 +21,7 @@ from extproc.engine.budget_guard import BudgetGuard
 from extproc.engine.engine import Engine
 from extproc.engine.exchange import Exchange
 from extproc.engine.guards import Guard, LoopGuard, SessionGuard
-from extproc.engine.plan import Plan
+from extproc.engine.plan import BARE_REFUSED_FROM, Plan
 from extproc.engine.ramp import Ramp
 from extproc.errors import UsageError
 from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS, write_loop_message
@@ -41,6 +41,7 @@ from extproc.request.http import (
     opens_websocket,
 )
 from extproc.sessions.limits import UNNAMED
+from extproc.store.rules.back_to_back import Begin
 from extproc.store.rules.budget import PERIOD
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
@@ -389,6 +390,12 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     print()
 
 
+_SPARED: Final = (
+    "; the body has neither tools nor a turn of the assistant, "
+    f"so it is refused from {BARE_REFUSED_FROM} on"
+)
+
+
 def _describe_decision(guard: LoopGuard) -> str:
     """The action for this request, or for the one that reaches the threshold."""
     detector, found = guard.detector, guard.repeat
@@ -397,6 +404,8 @@ def _describe_decision(guard: LoopGuard) -> str:
         return (
             f"allow {count(allowed, 'identical request')}, then {_describe_steps(guard)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
+            f"{', while no access log entries arrive' if detector.stands_in else ''}"
+            f"{_SPARED if guard.is_bare else ''}"
         )
     state = detector.similarity.describe(found)
     if found is None:
@@ -423,7 +432,7 @@ def _make_outcome(guard: LoopGuard, step: int) -> Outcome:
     detector, found, subject = guard.detector, guard.repeat, guard.subject
     threshold = detector.list_thresholds(subject)[step]
     last = step == len(detector.actions) - 1 and not (found is not None and found.held)
-    cooldown_ms = guard.hit.cooldown_ms if isinstance(guard.hit, Hit) and last else 0
+    cooldown_ms = guard.hit.cooldown_ms if isinstance(guard.hit, Hit | Begin) and last else 0
     if found is not None and not found.looping:
         found = found._replace(count=found.threshold, step=step)
     counted = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)

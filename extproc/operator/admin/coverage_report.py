@@ -35,6 +35,7 @@ from extproc.operator.coverage_rows import (
     PARTLY,
     REQUESTS,
     UNGUARDED,
+    UNLOGGED,
     UNMATCHED,
     UNMATCHED_CALLS,
     CoverageDocument,
@@ -444,6 +445,16 @@ def _find_losses(document: CoverageDocument) -> Iterator[dict[str, Any]]:
             "redis://HOST:6379`"
         )
         yield _describe(PROBLEM, "evicted", text, change)
+    if number := lost.get(UNLOGGED, 0):
+        text = (
+            f"no access log entries arrived for {count(number, 'request')}, so back_to_back "
+            "counted none of them; entries with only_without_entries act instead"
+        )
+        change = (
+            "let Envoy send its access log to Loopguard, as `loopguard envoy-config` shows, and "
+            "let the filter of another gateway keep Loopguard's metadata"
+        )
+        yield _describe(PROBLEM, "entries_stopped", text, change)
     if number := lost.get(ABSURD, 0):
         text = (
             f"{number:,} responses report more tokens than any model can use; they are charged "

@@ -4,6 +4,7 @@
 |---|---|---|
 | `tally` | a count in a window, `sliding_ttl` or `fixed` | packed |
 | `sliding_log` | the times of requests in a window | a list of decimals, the cooldown's end first |
+| `back_to_back` | the newest requests of a key, with their ends | packed |
 | `ring` | the newest entries of a key | packed |
 | `chain` | a conversation, recognized by the history in its requests | packed |
 | `take_back` | removes requests whose upstream failed | of `tally`, `sliding_log` and `chain` |

@@ -56,6 +56,7 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple, TypeAlias
 
+from extproc.store.rules.back_to_back import Begin, End
 from extproc.store.rules.budget import Take
 from extproc.store.rules.root import ROOT_SIZE, RootSearch, pack_search
 from extproc.store.rules.take_back import TakeBack
@@ -409,10 +410,10 @@ _FIELDS: Final = (
 )
 
 
-Question: TypeAlias = Hit | Step | Settlement | TakeBack | Take
+Question: TypeAlias = Hit | Begin | Step | Settlement | TakeBack | End | Take
 """Questions that one call to a store may mix.
 
-A hit is answered with a `Count`, the others with a `Standing`.
+A hit or a `Begin` is answered with a `Count`, the others with a `Standing`.
 """
 
 # In the byte order of most processors, which takes a third of the time. Remote stores use network

@@ -115,17 +115,17 @@ class Count:
 UNCOUNTED = Count(0, False, 0, 0)
 
 
-def _apply_threshold(
-    before: int, count: int, cooling_until: int, hit: Hit, now: int
+def apply_threshold(  # noqa: PLR0913  # not a hit, because kinds of questions differ
+    before: int, count: int, cooling_until: int, threshold: int, cooldown_ms: int, now: int
 ) -> tuple[bool, int]:
     """Whether to act, and the new end of the cooldown."""
-    ahead = cooling_until - hit.cooldown_ms - now
+    ahead = cooling_until - cooldown_ms - now
     if ahead > 0:  # the cooldown starts in the future
-        cooling_until = now + hit.cooldown_ms if ahead < hit.cooldown_ms else 0
+        cooling_until = now + cooldown_ms if ahead < cooldown_ms else 0
     cooling = now < cooling_until
-    if not cooling and before < hit.threshold <= count:
-        return True, now + hit.cooldown_ms
-    return cooling or count >= hit.threshold, cooling_until
+    if not cooling and before < threshold <= count:
+        return True, now + cooldown_ms
+    return cooling or count >= threshold, cooling_until
 
 
 def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
@@ -143,7 +143,9 @@ def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
         before, began = count, first
     else:
         before, began = 0, now
-    looping, cooling_until = _apply_threshold(before, before + 1, cooling_until, hit, now)
+    looping, cooling_until = apply_threshold(
+        before, before + 1, cooling_until, hit.threshold, hit.cooldown_ms, now
+    )
     answer = Count(
         before + 1, looping, cooling_until - now if cooling_until > now else 0, now - began
     )
@@ -179,7 +181,9 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
         )
         before = known - gone
         began = times[gone] if before else now
-    looping, cooling_until = _apply_threshold(before, before + 1, cooling_until, hit, now)
+    looping, cooling_until = apply_threshold(
+        before, before + 1, cooling_until, hit.threshold, hit.cooldown_ms, now
+    )
     answer = Count(min(before + 1, hit.count_to), looping, max(0, cooling_until - now), now - began)
     if looping and not hit.count_refused:
         state[-_LOG_TIME.size :] = _LOG_TIME.pack(cooling_until)

@@ -121,16 +121,19 @@ def test_reason_for_one_percent_is_a_problem(
     )
 
 
-def test_dropped_turns_and_entries_are_problems() -> None:
+def test_dropped_turns_evicted_and_missing_entries_are_problems() -> None:
     service = make_service(policy("p", ANY, **BY_USER))
     ask(service, "ann")
     service.metrics.chains_dropped.inc(3)
     service.metrics.store_evictions.inc(5)
+    service.metrics.access_log_entries.labels("missing").inc(7)
 
     view = View(service.reporter.coverage.make_document(shows_callers=False), "a", ["a"], "")
-    dropped, evicted = make_report(view, STATE, {}, time.time())["findings"]
+    dropped, evicted, stopped = make_report(view, STATE, {}, time.time())["findings"]
 
     assert (dropped["level"], dropped["reason"]) == ("problem", "chains_dropped")
     assert dropped["text"].startswith("3 turns were not kept")
     assert (evicted["level"], evicted["reason"]) == ("problem", "evicted")
     assert "dropped 5 entries" in evicted["text"]
+    assert (stopped["level"], stopped["reason"]) == ("problem", "entries_stopped")
+    assert stopped["text"].startswith("no access log entries arrived for 7 requests")

@@ -262,7 +262,7 @@ def test_policy_with_every_key_loads_without_warning() -> None:
     loaded = check(FULL)
 
     made = loaded.sources[0].policies[0].spec
-    bypass, turns, calls = made.bypass, made.detectors()[3][1], made.detectors()[4][1]
+    bypass, turns, calls = made.bypass, made.detectors()[4][1], made.detectors()[5][1]
     assert plain(loaded.warnings) == []
     assert [
         (entry.header, entry.methods, entry.pathPrefix, entry.pathExact) for entry in bypass
@@ -557,6 +557,8 @@ UNKNOWN_METHODS = {
     **dict.fromkeys(("POSTT", "psot"), "did you mean POST?"),
     **dict.fromkeys(("GET|POST", "FROB"), "no HTTP method known"),
 }
+BACK_TO_BACK = {"name": "back", "window_type": "back_to_back", "window_seconds": ...}
+STAND_IN = {"name": "log", "window_type": "sliding_log", "only_without_entries": True}
 IDLE = "loop_detection is not enabled: policy p does nothing"
 
 
@@ -860,6 +862,18 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             [("/spec/selector/pathExact", "is no path of these apis,…")],
         ),
         (spec(selector={"apis": "any", "pathExact": "/v1/responses"}), []),
+        (entries(BACK_TO_BACK, STAND_IN), []),
+        (
+            loop(window_type="back_to_back"),
+            [("/spec/loop_detection/window_type", "back_to_back counts nothing while…")],
+        ),
+        *(
+            (
+                entries({}, entry),
+                [("/spec/loop_detection/1/only_without_entries", "has no effect without another…")],
+            )
+            for entry in (STAND_IN, BACK_TO_BACK | {"only_without_entries": True})
+        ),
         (spec(limit_keys=[], loop_detection={**COUNTED, **CALLS}), []),
         (
             spec(limit_keys=[], loop_detection={**COUNTED, "cooldown_seconds": 9, **CALLS}),

@@ -13,6 +13,7 @@ RULES = ROOT / "extproc" / "store" / "rules"
 SCRIPTS = sorted(path.stem for path in RULES.glob("*.lua"))
 PACKED = {
     "tally": ["FORMAT"],
+    "back_to_back": ["FORMAT"],
     "ring": ["HEAD"],
     "chain": ["HEAD", "USAGE"],
     "session": ["HEAD", "BEGUN"],

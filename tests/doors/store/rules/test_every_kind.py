@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from extproc.store.pushes import AnyPush
+from extproc.store.rules.back_to_back import LEFT_OUT, End
+from extproc.store.rules.back_to_back import REFUSED as TURNED_AWAY
 from extproc.store.rules.documents import KINDS
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import FAILED, JOINED, REFUSED, SUCCEEDED, WITHDRAWN, move_step
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY, TakeBack
 from extproc.store.rules.tree import AgentLimits, TreeStep
 from tests.doors.store.rules.conftest import SERVERS
+from tests.support.back_to_back import make_begin
 from tests.support.budgets import NOON, make_breaker, make_bucket, make_period
 from tests.support.chains import Sent, make_link, place_link
 from tests.support.examples import examples
@@ -47,6 +50,7 @@ class _Player:
             "agent": self._agent,
             "settle": self._settle,
             "fail": self._fail,
+            "begin": self._begin,
             "push": self._push,
             "document": self._write,
         }
@@ -114,6 +118,13 @@ class _Player:
             now,
         )
 
+    def _begin(self, number: int, who: int, amount: int, now: int) -> list[Any]:
+        """A request that begins, and the end of another, which may come later or again."""
+        begun = make_begin(number + 1, key=self._name("run", who), cooldown_ms=(0, 3_000, 0)[who])
+        lasted = (amount * 400, LEFT_OUT, TURNED_AWAY)[number % 3]
+        self._open.append(End(begun.key, begun.name, lasted, begun.window_ms))
+        return self._ask([begun], now)
+
     def _push(self, number: int, who: int, amount: int, now: int) -> Any:  # noqa: ANN401  # answers
         self._shown = (*self._shown, "ab"[amount % 2])[:amount]
         link = make_link(Sent("u", self._shown, f"entry {amount % 2:2}"), caller=_DIGITS[who])
@@ -133,7 +144,10 @@ class _Player:
 
 
 _MOVES = st.sampled_from(
-    ["request", "request", "agent", "settle", "settle", "fail", "push", "push", "document"]
+    [
+        *["request", "request", "agent", "settle", "settle", "fail", "push", "push", "document"],
+        *["begin", "begin"],
+    ]
 )
 
 
