@@ -35,8 +35,8 @@ _LEAST_TOLERANCE_MS: Final = 100
 durations are inexact."""
 
 LATE_MS: Final = 5_000
-"""Longest time between the end of a request and its access log entry, which Envoy sends every
-second."""
+"""Longest time between the end of a request and its access log entry. By default, Envoy sends them
+every second."""
 
 LOST_MS: Final = 600_000
 """An interval without an end is dropped after this time: its entry is lost."""
