@@ -23,8 +23,14 @@ from extproc.engine.exchange import Exchange
 from extproc.engine.guards import CALLS, LoopGuard, SessionGuard
 from extproc.engine.plan import Plan
 from extproc.sessions.rates import Usage, estimate_tokens
-from extproc.store.rules.back_to_back import BACK_TO_BACK, LEFT_OUT, NAME, Begin, End
-from extproc.store.rules.back_to_back import REFUSED as TURNED_AWAY
+from extproc.store.rules.back_to_back import (
+    BACK_TO_BACK,
+    LEFT_OUT,
+    NAME,
+    REFUSED as TURNED_AWAY,
+    Begin,
+    End,
+)
 from extproc.store.rules.budget import HIGHEST, Take
 from extproc.store.rules.session import (
     FAILED,

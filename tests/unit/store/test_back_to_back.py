@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.engine.plan import BARE_REFUSED_FROM
 from extproc.store.rules.back_to_back import (

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from extproc.store import Store
 from extproc.store.rules.back_to_back import LEFT_OUT, LOST_MS, REFUSED, Begin, End

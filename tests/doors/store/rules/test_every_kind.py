@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from extproc.store.pushes import AnyPush
-from extproc.store.rules.back_to_back import LEFT_OUT, End
-from extproc.store.rules.back_to_back import REFUSED as TURNED_AWAY
+from extproc.store.rules.back_to_back import LEFT_OUT, REFUSED as TURNED_AWAY, End
 from extproc.store.rules.documents import KINDS
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import FAILED, JOINED, REFUSED, SUCCEEDED, WITHDRAWN, move_step
