@@ -17,7 +17,10 @@ threshold t, the newest turn is part of a loop by one of six rules:
   turns is new, and three or more of the last 6 differ. Turns whose tool may repeat more often
   always are new. It gets a note at most.
 - SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the
-  same, numbers and actions aside. It gets a note at most.
+  same, numbers and actions aside. Or max(8, t) of the last 32 are, since a turn that may have
+  repaired something; the failure is not temporary, and reads fail with equal actions. It gets a
+  note at most. A turn that only reads or thinks, equals an older one, or fails like one, repairs
+  nothing.
 
 Only turns after a person's newest message are read. Such a message does not answer a call or an
 action, and occurs only once, digits aside; repeated messages are a program's. If a turn only reads,
@@ -48,6 +51,7 @@ from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
     NORMALIZED,
+    PASSING,
     RAW,
     REST,
     AnyTurn,
@@ -91,6 +95,7 @@ SIMILAR_ERROR: Final = "similar_error"
 
 _MIN_SIMILAR: Final = 6
 _MORE_SIMILAR: Final = 4
+_MIN_UNREPAIRED: Final = 8
 _MIN_TALK: Final = 10
 _FEWEST_WORDS: Final = 8
 """Minimum number of turns for TALK, and number of words below which it gets a note at most."""
@@ -663,23 +668,15 @@ class TurnRule:
         """The loop that gets a note at most, if most recent turns failed like the newest."""
         least = max(_MIN_SIMILAR, limit.threshold)
         seen = history.newest(least + _MORE_SIMILAR)
-        if len(seen) < least:
-            return None
-        newest = seen[0]
-        left = len(seen) - least
-        maybe: list[AnyTurn] = []
-        for turn in seen:  # stop when too few are left
-            if may_fail_alike(newest, turn):
-                maybe.append(turn)
-            else:
-                left -= 1
-            if left < 0:
-                return None
-        alike = [
-            turn
-            for turn in maybe
-            if fail_alike(newest, turn) and not self._limits.of(turn.names).allow
-        ]
+        alike = self._list_alike(seen, least)
+        if not alike:
+            least = max(_MIN_UNREPAIRED, limit.threshold)
+            seen = self._list_unrepaired(history, least)
+            alike = [
+                turn
+                for turn in self._list_alike(seen, least)
+                if not turn.evidence & READS or same_action(seen[0], turn)
+            ]
         count = len(alike)
         if count < least:
             return None
@@ -696,6 +693,40 @@ class TurnRule:
             strength=strength,
         )
         return found._replace(held=True, notes_only=True)
+
+    def _list_alike(self, seen: Sequence[AnyTurn], least: int) -> list[AnyTurn]:
+        """The turns that failed like the newest; none if there are fewer than `least`."""
+        left = len(seen) - least
+        maybe: list[AnyTurn] = []
+        for turn in seen:
+            if may_fail_alike(seen[0], turn):
+                maybe.append(turn)
+            else:
+                left -= 1
+            if left < 0:  # too few are left
+                return []
+        alike = [
+            turn
+            for turn in maybe
+            if fail_alike(seen[0], turn) and not self._limits.of(turn.names).allow
+        ]
+        return alike if len(alike) >= least else []
+
+    def _list_unrepaired(self, history: History, least: int) -> list[AnyTurn]:
+        """The turns since one that may have repaired something; none if too few failed alike."""
+        turns = history.newest(MAX_TURNS)
+        seen = turns[:USUAL_TURNS]
+        if turns[0].evidence & PASSING or not self._list_alike(seen, least):
+            return []
+        for place, turn in enumerate(seen):
+            if not (
+                turn.evidence & READS
+                or fail_alike(turns[0], turn)
+                or self._is_no_news(history, place)
+                or any(fail_alike(turn, older) for older in turns[place + 1 :])
+            ):
+                return seen[:place]
+        return seen
 
     def spell(self, turn: AnyTurn) -> bytes:
         """All of a turn that is compared, for a fingerprint."""

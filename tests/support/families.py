@@ -263,6 +263,23 @@ def watched() -> list[list[Did]]:
     ]
 
 
+def read_between(tool: str, error: str, number: int) -> Did:
+    """Every third turn is this call, and fails; the others read something else."""
+    if number % 3:
+        return call("read_file", f"the text of file {number}", number, path=f"f{number}.py")
+    return call(tool, error.format(number), number, attempted=f"way no. {number}")
+
+
+_ATTEMPTS = ["apply_patch", "execute_sql", "bash", "deploy", "click", "mcp__shop__call"]
+_UNREPAIRED = [
+    "error: patch does not apply at line {}",
+    "error: job {} is broken",
+    "TypeError: 'NoneType' object is not callable ({})",
+    "fatal: worker {} has no permission",
+    "SyntaxError: invalid syntax in try {}",
+    '{{"error": "constraint violated", "id": {}}}',
+]
+
 # No rule may act on these.
 PROGRESS: dict[str, Family] = {
     # A change and its tests in one call; fewer tests fail each time.
@@ -293,6 +310,32 @@ PROGRESS: dict[str, Family] = {
             ),
             2 * TURNS,
         ),
+    ),
+    # The same error seven times, before a change that may repair it; twice.
+    "a late repair": cross(
+        _ATTEMPTS,
+        _UNREPAIRED,
+        lambda tool, error: each(
+            lambda at: (
+                call("bash", "done", at, command=f"sed -i {at}d app.py")
+                if at % 23 == 0
+                else read_between(tool, error, at)
+            ),
+            44,
+        ),
+    ),
+    # A third of many look-ups finds nothing, or comes while a service is down.
+    "look-ups that miss": cross(
+        ["get_customer", "search_orders", "find_user", "lookup_sku", "fetch_page"],
+        [
+            "error: no such customer",
+            "404 Not Found",
+            "error: no matching rows found",
+            "error: 503 Service Unavailable",
+            "Error: connect ECONNREFUSED 127.0.0.1:3000",
+            "error: permission denied for this record",
+        ],
+        lambda tool, result: each(lambda at: read_between(tool, result, at), 40),
     ),
     "other errors each time": several_errors,
     "what is watched": watched,
@@ -421,6 +464,12 @@ LOOPS: dict[str, Family] = {
         lambda missing, words: each(
             lambda n: talk(f"I wait for {missing}, now {n} times.", words.format(n), n), LOOP_TURNS
         ),
+    ),
+    # Only reads in between.
+    "the same error in every third turn": cross(
+        _ATTEMPTS,
+        _UNREPAIRED,
+        lambda tool, error: each(lambda n: read_between(tool, error, n), 30),
     ),
     "a circle with one new step in eight": cross(_TOOLS, "12345", wander),
     "the same change, and the file grows": stick(

@@ -168,6 +168,7 @@ def _is_noted(seen: list[Turn], rules: Rules) -> bool:
     own = _of(seen[-1], rules.at(0))
     return (
         _fails_alike(seen, max(6, own))
+        or _repairs_nothing(seen, max(8, own), rules)
         or _brings_nothing_new(seen, rules)
         or _only_talks(seen, own)
     )
@@ -187,6 +188,25 @@ def _fails_alike(turns: list[Turn], times: int) -> bool:
         last[-1].failed
         and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
     )
+
+
+def _repairs_nothing(turns: list[Turn], times: int, rules: Rules) -> bool:
+    """Whether an error that does not pass came back, after turns that cannot have repaired it."""
+    newest, count = turns[-1], 0
+    if not newest.failed or newest.worth == "passing" or (rules.offers and not newest.tool):
+        return False
+    for place in reversed(range(max(0, len(turns) - 32), len(turns))):
+        turn, before = turns[place], turns[:place]
+        alike = turn.failed and turn.kind == newest.kind
+        if turn.role == READS:
+            count += alike and turn.action == newest.action
+        elif alike:
+            count += 1
+        elif turn not in before and not (
+            turn.failed and any(older.failed and older.kind == turn.kind for older in before)
+        ):
+            break
+    return count >= times
 
 
 def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:

@@ -19,6 +19,7 @@ from tests.support.families import (
     FATAL,
     HONEST,
     LONG,
+    LOOPS,
     PROGRESS,
     TURNS,
     UNTELLABLE,
@@ -96,6 +97,18 @@ def test_progress_is_allowed(family: Family) -> None:
 
     assert len(variants) >= 30
     assert [actions for actions in acted if set(actions) != {"allow"}] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["the same error in every third turn"])
+def test_weakest_loops_are_only_steered(kind: str) -> None:
+    variants = LOOPS[kind]()
+    acted = [act(variant, writes(variant, number)) for number, variant in enumerate(variants[::3])]
+
+    assert len(variants) >= 30
+    assert {(actions[-1], *sorted(set(actions))) for actions in acted} == {
+        ("steer", "allow", "steer")
+    }
 
 
 def test_similar_error_is_steered() -> None:

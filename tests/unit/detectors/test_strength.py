@@ -62,8 +62,8 @@ STRENGTHS: dict[str, tuple[list[Did], dict[str, Any], str]] = {
         }.items()
     },
     "a long result in which time moves": (watch("Up {}\n" + LONG_TEXT), {}, "weak"),
-    "a long error in which time moves": (watch("error: boom, {}" + LONG_TEXT), {}, "strong"),
-    "a long temporary error": (watch("error: 503 {}" + LONG_TEXT), {}, "strong"),
+    "a long error in which time moves": (watch("error: boom, {}\n" + LONG_TEXT), {}, "strong"),
+    "a long temporary error": (watch("error: 503 {}\n" + LONG_TEXT), {}, "strong"),
     "a cycle in which time moves": (
         [turn for poll in watch("Up {}\n" + LONG_TEXT) for turn in (poll, *polls("ok", 1, "nap"))],
         {},
