@@ -27,12 +27,14 @@ class Memory(Protocol):
         identity: digest of 8 bytes that a retry shares; empty if the session has no name.
         place: its place in its conversation's chain; None if unknown.
         waits: its verdict depends on the ring's entries.
+        resumes: its history begins with a summary, so the session has older turns.
     """
 
     entry: bytes
     identity: bytes
     place: ChainPlace | None
     waits: bool
+    resumes: bool
 
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
         """The loop, given the ring's entries, oldest first and including this request's own.

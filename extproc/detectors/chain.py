@@ -27,6 +27,7 @@ from extproc.apis.conversation import ASSISTANT, USER, Conversation
 from extproc.apis.messages import CALL, REFERENCE, RESULT, TEXT, Part
 from extproc.detectors.actions import cut_thinking
 from extproc.detectors.turn import digest
+from extproc.request.clients import SUMMARIES
 from extproc.request.document import (
     INSPECTION,
     Document,
@@ -96,6 +97,7 @@ class Spoken:
         hashes: the hashes of messages with their own link.
         calls: the calls, in order.
         only_calls: it has calls, or a reference to one, and no text.
+        sums_up: a text in it begins like a summary of older messages; see `SUMMARIES`.
         units: units for reading it; see `Inspection`.
         small: it may be cached.
     """
@@ -107,11 +109,13 @@ class Spoken:
         units: int = 0,
         *,
         only_calls: bool = False,
+        sums_up: bool = False,
     ) -> None:
         self.hash = hashes[0] if len(hashes) == 1 else digest(b"".join(hashes), _ID)
         self.hashes = hashes
         self.calls = calls
         self.only_calls = only_calls
+        self.sums_up = sums_up
         self.units = units
         self.small = (
             len(calls) <= _MOST_CALLS_KEPT
@@ -352,7 +356,9 @@ def _show(parts: list[Part], left: int) -> Spoken:
             calls.append(CallFacts(part, call))
     hashed = digest(_SEPARATOR.join([part for part in spelled if part]), _ID)
     only_calls = TEXT not in [part.kind for part in parts] and bool(spelled)
-    return Spoken([hashed], calls, left - INSPECTION.left, only_calls=only_calls)
+    sums_up = any(part.startswith(SUMMARIES) for part in spelled)
+    units = left - INSPECTION.left
+    return Spoken([hashed], calls, units, only_calls=only_calls, sums_up=sums_up)
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:
@@ -376,6 +382,19 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         INSPECTION.begin()
     shown.places[prefilled] = place
     return place
+
+
+def begins_with_summary(conversation: Conversation) -> bool:
+    """Whether a summary of older messages precedes the assistant's first message."""
+    found = False
+    with suppress(NotCounted):
+        for place in range(len(conversation)):
+            speaker = conversation.find_facts(place).speaker
+            if found or speaker == ASSISTANT:
+                break
+            found = speaker == USER and _look_at(conversation, place).sums_up
+    INSPECTION.begin()
+    return found
 
 
 def read_place(document: Document) -> ChainPlace | None:

@@ -16,7 +16,7 @@ from extproc.bounded import Memo
 from extproc.decision import STRONG, WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.base import HistorySimilarity, Memory
-from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.chain import ChainPlace, begins_with_summary, find_place
 from extproc.detectors.complaints import complains, leave_out_answer
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import (
@@ -201,6 +201,8 @@ class Turns(HistorySimilarity):
         if self.looks_back:
             found = self.look_back(history, found, place)
         memory = TurnMemory(self, kept, found, place, asks=self._may_lack(history, kept))
+        if named and memory.waits and history.reading is not None:
+            memory.resumes = begins_with_summary(history.reading.conversation)
         return self.rule.spell(kept.newest), found, memory
 
     def _may_lack(self, history: History, kept: KeptTurn) -> bool:
@@ -416,6 +418,7 @@ class TurnMemory:
         self.place = place
         settled = found is not None and found.step == turns.last_step and found.rank > 1
         self.waits = asks and not settled
+        self.resumes = False
         self._turns = turns
         self._kept = kept
         self._found = found

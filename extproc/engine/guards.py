@@ -475,13 +475,14 @@ class LoopGuard(Guard):
     def recall(self, answers: Sequence[Kept]) -> None:
         """See `Guard`.
 
-        If the chain knows the whole conversation, only the chain counts: names may be shared.
+        If the chain knows the whole conversation, only the chain counts: names may be shared. But
+        it knows nothing from before a summary.
         """
         memory = self.memory
         if memory is None or not memory.waits:
             return
         first = answers[0]
-        whole = isinstance(first, Trail) and first.whole
+        whole = isinstance(first, Trail) and first.whole and not memory.resumes
         for answer in answers[:1] if whole else reversed(answers):
             follows = isinstance(answer, Trail)
             self.repeat = memory.recall(

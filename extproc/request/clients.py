@@ -117,6 +117,14 @@ INJECTED_TAGS: Final = frozenset(
 """Tags of text that Claude Code, Cline and Codex inject, even if a client sends only text and no
 results."""
 
+SUMMARIES: Final = (
+    b"This session is being continued from a previous conversation",  # Claude Code
+    b"Another language model started to solve this problem",  # Codex
+    b"<state_snapshot>",  # Qwen Code and its model
+    b"Here is a summary of the conversation to date",  # LangChain
+)
+"""Beginnings of a user's message with which clients replace a history that became too long."""
+
 CALL_ID_LINE: Final = "Call id: "
 """Start of a line with a counter that smolagents writes before an observation."""
 
