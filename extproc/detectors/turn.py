@@ -732,10 +732,11 @@ class Turn:
         return f"{_cut(action, most)} | {_cut(self.result, most)}"
 
     def identify(self) -> bytes:
-        """Distinguishes this turn from equal ones: all that the assistant wrote, and ids."""
+        """Distinguishes this turn from equal ones: its place, all that the assistant wrote, ids."""
         message = self._open()
         return _encode(
             [
+                self._group.start,
                 message.list_values() if message is not None else None,
                 sorted(set(self._open_result().ids)),
             ]

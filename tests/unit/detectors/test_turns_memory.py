@@ -146,3 +146,16 @@ def test_entries_of_previous_version_are_read() -> None:
         assert old == kept._replace(failure_id=b"")
     assert called[25:].decode("utf-8", "ignore") == "run"
     assert len(talked[25:]) == 15
+
+
+def test_equal_words_after_another_turn_are_no_retry() -> None:
+    """However long the history is."""
+    spoken = Did((), user="Continue.", thought="I am done.")
+    identities = [
+        memory.identity
+        for count in (40, 40, 41)
+        if (body := encoded(as_chat([*[_STUCK] * count, spoken])))
+        and (memory := DETECTOR.compare_in_session(Document(body))[2])
+    ]
+
+    assert identities[0] == identities[1] != identities[2]
