@@ -312,8 +312,3 @@ def test_refused_policy_files_are_a_problem(capsys: pytest.CaptureFixture[str]) 
 
     assert doctor.code == 1
     assert "the policy files have errors" in doctor.find("policies_refused")["text"]
-
-
-def test_doctor_without_server_exits_1_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--admin", "unix:/nonexistent.sock"]) == 1
-    assert "cannot ask unix:/nonexistent.sock" in capsys.readouterr().err

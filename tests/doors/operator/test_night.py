@@ -21,7 +21,6 @@ from tests.support.pages import list_loops
 from tests.support.receivers import CA, Receiver, receiving
 from tests.support.servers import server
 
-TOKEN = "correct-horse-battery-staple"
 POLICIES = bundle(
     policy("webhooks", {"pathPrefix": "/hook"}, action="warn", escalate={"reject": 20}, **USER),
     policy("agents", {"pathExact": CHAT}, similarity="tool_calls", **USER),
@@ -110,7 +109,7 @@ def night() -> Iterator[Night]:
         receiving(204) as told,
     ):
         tokens, authority = Path(name) / "tokens", Path(name) / "ca.pem"
-        tokens.write_text(TOKEN)
+        tokens.write_text("correct-horse-battery-staple")
         CA.cert_pem.write_to_path(str(authority))
         events = ("--events", told.url, "--events-ca", str(authority))
         flags = (

@@ -131,18 +131,6 @@ def test_client_without_credential_changes_nothing(running: Running, case: str) 
     assert running.list_standing() == []
 
 
-def test_port_without_token_file_is_read_only(reading: Running) -> None:
-    status, said = reading.ask("POST", "/overrides", BLOCK, GOOD)
-
-    assert status == 403
-    assert (
-        said["error"]
-        == "this port is read-only: start the server with --admin-token-file, or use --admin-socket"
-    )
-    assert reading.ask("DELETE", "/overrides/x", headers=GOOD)[0] == 403
-    assert reading.ask("GET", "/overrides") == (200, {"overrides": []})
-
-
 def test_admin_socket_needs_no_token(reading: Running, capsys: pytest.CaptureFixture[str]) -> None:
     admin = f"unix:{reading.socket}"
 

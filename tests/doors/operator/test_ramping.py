@@ -16,7 +16,6 @@ from tests.support.servers import server
 
 USER = "x-user-id"
 KEYS = [f"header:{USER}"]
-THRESHOLD = 3
 
 
 def ramped(percent: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of the policy
@@ -44,7 +43,7 @@ def find_users(lowest: int, highest: int, count: int) -> list[str]:
     return found[:count]
 
 
-def send(made: Stack, user: str, path: str, times: int = THRESHOLD) -> list[int]:
+def send(made: Stack, user: str, path: str, times: int = 3) -> list[int]:
     return [made.send(path, headers={USER: user}).status for _ in range(times)]
 
 

@@ -15,7 +15,6 @@ from extproc.store.memory import MemoryStore
 from tests.support.budget_policies import REJECT, Clock, ask, chat, limited, refused, rule, tell
 from tests.support.service import CHAT, headers_of, make_service, metadata_of
 
-STREAM = {"content-type": "text/event-stream"}
 LARGE = 10**8
 SENT = (0.1, 0.2)
 ABSURD = 999_999_999
@@ -68,7 +67,10 @@ class Sent(NamedTuple):
     def entry(self) -> dict[str, Any]:
         told = {"input": self.prompt, "output": self.output}
         sizes = (self.size + 80, self.output * 4 + 100)
-        streamed = {"sizes": (sizes[0], self.output * (4 + self.air)), "headers": STREAM}
+        streamed = {
+            "sizes": (sizes[0], self.output * (4 + self.air)),
+            "headers": {"content-type": "text/event-stream"},
+        }
         entries: dict[str, dict[str, Any]] = {
             "told": {"told": told, "sizes": sizes, "took": SENT},
             "stream": {**streamed, "took": SENT},

@@ -297,11 +297,8 @@ def test_every_requested_answer_is_reserved(path: str, body: dict[str, Any], tok
     assert reserve(path, {"model": "m", **body}) == tokens
 
 
-TEXT = {"type": "text", "text": "a"}
-
-
 def _list_bodies(count: int) -> dict[str, dict[str, Any]]:
-    user, texts = {"role": "user", "content": "x"}, [TEXT] * count
+    user, texts = {"role": "user", "content": "x"}, [{"type": "text", "text": "a"}] * count
     result = {"type": "tool_result", "tool_use_id": "c", "content": texts}
     return {
         "system": {"messages": [user], "system": texts},

@@ -282,7 +282,6 @@ def called(times: int) -> str:
 
 
 CALL = 'read_file | {"a":"X","b":1}'
-CHAT = "h/v1/chat/completions"
 
 
 def steered(turns: int, result: str | None = "pending") -> list[str]:
@@ -294,7 +293,7 @@ def steered(turns: int, result: str | None = "pending") -> list[str]:
     return [
         "-d",
         json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * turns]}),
-        CHAT,
+        "h/v1/chat/completions",
     ]
 
 
@@ -311,7 +310,6 @@ ORG_OR_USER = anywhere(limit_keys=["jwt:org_id", "header:x-user"])
 BODILESS = [anywhere(), anywhere(body="ignore") | {"id": "i"}]
 Rows = dict[str, str | None]
 UNKNOWN_BODY: Rows = {"composite": "…|/a||00000000"}
-STAGES = [{"threshold_percent": 80, "action": "warn"}, *REJECT]
 PLAN = limited(
     rule(
         "cost_based",
@@ -319,7 +317,7 @@ PLAN = limited(
         more={"match": {"header:x-plan": "free"}},
         budget=9,
         period="1d",
-        staged_actions=STAGES,
+        staged_actions=[{"threshold_percent": 80, "action": "warn"}, *REJECT],
     )
 )
 KEYED_BODY = looking("exact", "tail", limit_keys=["body:/user", "body:/metadata/n"])

@@ -32,7 +32,6 @@ from tests.support.turn_writers import Did, as_chat
 pytestmark = pytest.mark.compiled  # logs are judged by what is compiled
 
 CHAT = "/v1/chat/completions"
-STUCK = Did((("search", {"q": "a"}),), ("error: no such index",))
 
 
 @pytest.fixture
@@ -544,7 +543,13 @@ GUARDS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", GUARDS)
 def test_every_guard_judges_records_with_bodies(kind: str, replay: Callable[..., Replayed]) -> None:
     bodies = [
-        as_chat([STUCK._replace(number=number) for number in range(count)]) for count in range(1, 5)
+        as_chat(
+            [
+                Did((("search", {"q": "a"}),), ("error: no such index",))._replace(number=number)
+                for number in range(count)
+            ]
+        )
+        for count in range(1, 5)
     ]
     sent = {"path": CHAT, "headers": {"x-user-id": "ann", "x-run": "r"}}
 

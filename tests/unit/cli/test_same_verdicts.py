@@ -26,7 +26,6 @@ TURNS = {
         "loop_detection": AGENTS["spec"]["loop_detection"][:1],
     },
 }
-KEYS = {"responses": "input", "gemini": "contents"}
 LOOP, NONE = "loop", "no loop"
 NO_MESSAGES, NO_HISTORY, NOT_JSON, LIMIT = "no_messages", "no_history", "not_json", "inspect_limit"
 
@@ -59,7 +58,7 @@ def spoil(body: object, word: str, *, last: bool = False) -> bytes:
 
 def list_cases_of(api: str) -> Mapping[str, tuple[object, str]]:
     """Cases that each API has; malformed messages are the same for all, so one API has these."""
-    write, key = SHAPES[api], KEYS.get(api, "messages")
+    write, key = SHAPES[api], {"responses": "input", "gemini": "contents"}.get(api, "messages")
     looping = write(loop())
     words: dict[str, object] = {"null": None, "[]": [], "[[]]": [[]]}
     words |= {"1": 1, "{}": {}, "[1]": [1], "[null]": [None]} if api == "chat" else {}
@@ -216,9 +215,6 @@ CASES: dict[str, Case] = {
 OTHER_FILES = {"unknown": NO_MESSAGES, "not_json": NOT_JSON, "foreign": NOT_JSON}
 
 
-KEY = "authorization: Bearer sk-one"
-
-
 def ask_gateway(data: bytes, path: str) -> str:
     service = make_service(TURNS)
     action = metadata_of(ask_preset(service, data, path)).get("action", "allow")
@@ -279,7 +275,7 @@ def test_all_readers_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixt
         "-X",
         "POST",
         "-H",
-        KEY,
+        "authorization: Bearer sk-one",
         "-d",
         f"@{file}",
         f"http://host{path}",

@@ -25,7 +25,6 @@ from tests.support.service import decoded, exchange, make_service, metadata_of, 
 from tests.support.steering import changed
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
-_EXAMPLES = 3_000
 _TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("run", "look")
 ]
@@ -78,7 +77,7 @@ def put_note(old: bytes) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", deepen(range(0, _EXAMPLES, 500), 0, 500))
+@pytest.mark.parametrize("first", deepen(range(0, 3_000, 500), 0, 500))
 def test_edits_of_nearly_right_bodies_change_nothing_else(first: int) -> None:
     for seed in range(first, first + 500):
         try_one(seed)

@@ -19,12 +19,11 @@ from tests.support.messages import body, headers
 from tests.support.service import exchange, list_uncounted, make_service
 from tests.support.turn_writers import PATHS, SHAPES, Did
 
-_KEY = "header:x-user-id"
 _MIB = 2**20
 
 
 def _reader(name: str, identity: str, mode: str = "enforce") -> dict[str, Any]:
-    made = policy(identity, ANY, mode=mode, limit_keys=[_KEY])
+    made = policy(identity, ANY, mode=mode, limit_keys=["header:x-user-id"])
     del made["spec"]["loop_detection"]
     made["spec"] |= READERS[name]
     return made

@@ -19,7 +19,6 @@ from tests.support.turn_writers import SHAPES, Did
 
 Messages = list[dict[str, Any]]
 
-ANY = {"pathPrefix": "/"}
 READ = Did((("read_file", {"path": "a.txt"}),), ("no such file: a.txt",))
 WRITTEN = re.compile(re.escape(ANSWER) + r'[^"~]+' + CLOSING + "[0-9a-f]{16}" + re.escape(END))
 COMPLAINTS = {
@@ -76,7 +75,7 @@ class Agent:
         self.service = make_service(
             policy(
                 "p",
-                ANY,
+                {"pathPrefix": "/"},
                 similarity="turns",
                 refuse_as="completion",
                 limit_keys=["header:x-user-id"],

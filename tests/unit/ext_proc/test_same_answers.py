@@ -132,8 +132,6 @@ HARMS: dict[str, Callable[[list[Any]], Any] | None] = {
     "hangs": lambda _: _never(),
 }
 
-STATES = [*HARMS, "guards raise", "no time left"]
-
 
 def make(policies: Sequence[tuple[str, dict[str, Any]]], state: str) -> Service:
     made = [
@@ -187,7 +185,7 @@ def draw(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", deepen(range(12), 0, 1))
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", [*HARMS, "guards raise", "no time left"])
 def test_shadow_guards_change_neither_bytes_nor_verdicts(state: str, seed: int) -> None:
     random = Random(seed)
     enforcing, everything = draw(random)
@@ -200,7 +198,6 @@ def test_shadow_guards_change_neither_bytes_nor_verdicts(state: str, seed: int) 
 
 # ---- What a process knows
 
-_LISTS = ("messages", "input", "contents")
 
 _READ_ONE_WAY: dict[str, Any] = {
     "ignore_arguments": ["why"],
@@ -249,7 +246,9 @@ def make_reading(first: dict[str, Any], second: dict[str, Any]) -> Service:
 
 
 def vary(random: Random, written: dict[str, Any]) -> bytes:
-    key = next((key for key in _LISTS if isinstance(written.get(key), list)), "")
+    key = next(
+        (key for key in ("messages", "input", "contents") if isinstance(written.get(key), list)), ""
+    )
     messages = list(written.get(key, ()))
     place = random.randrange(len(messages)) if messages else 0
     match random.randrange(12) if messages else 11:

@@ -654,31 +654,19 @@ def test_report_has_verdict_counts_bounds_and_examples() -> None:
         KEEP_WATCHING,
         {"share": None, "low": 0.0, "high": 1.0},
     )
-
-    assert (canary["policy"], canary["canary_of"], canary["verdict"]) == (
-        "strict",
-        "live",
-        TOO_STRICT,
-    )
-    assert canary["requests"] == {
-        "compared": 5, "both": 2, "only_live": 0, "only_candidate": 2, "neither": 1,
-        "refused": 2, "went_on": 3, "uncompared": 0,
+    expected: dict[str, object] = {
+        "policy": "strict",
+        "canary_of": "live",
+        "verdict": TOO_STRICT,
+        "requests": {
+            "compared": 5, "both": 2, "only_live": 0, "only_candidate": 2, "neither": 1,
+            "refused": 2, "went_on": 3, "uncompared": 0,
+        },
+        "refusals": {"new": 2, "already": 2, "missed": 0},
+        "new": {"loops": 1, "tenants": 1, "sessions": 0, "of_tenants": 1, "exact": True},
+        "summary": "1 new loop: too strict",
+        "until": "2023-11-14T22:13:20+00:00",
     }  # fmt: skip
-    assert canary["refusals"] == {"new": 2, "already": 2, "missed": 0}
+    assert canary | expected == canary
     assert canary["rates"]["new_refusals"]["share"] == pytest.approx(2 / 3)
-    assert (
-        canary
-        | {
-            "new": {
-                "loops": 1,
-                "tenants": 1,
-                "sessions": 0,
-                "of_tenants": 1,
-                "exact": True,
-            },
-            "summary": "1 new loop: too strict",
-            "until": "2023-11-14T22:13:20+00:00",
-        }
-        == canary
-    )
     assert json.loads(json.dumps(canary, allow_nan=False)) == canary

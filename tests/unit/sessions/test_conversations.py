@@ -40,8 +40,6 @@ from tests.support.session_limits import (
 )
 from tests.support.turn_writers import Did, as_chat
 
-PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
-STEPS = 4
 DONE, OTHER = do(*range(40)), do("x", *range(9))
 TWINS = do(1, 2, 3, 4), do("x", 2, 3, 4)
 
@@ -59,7 +57,7 @@ def after(
 SHOWN: dict[str, tuple[dict[str, Any], Sequence[Request], list[int]]] = {
     **{
         f"each conversation of each caller has its own steps, {writer.__name__}": (
-            {"max_steps": STEPS},
+            {"max_steps": 4},
             [
                 *after(*range(7), writer=writer),
                 *after(*range(6), done=OTHER, writer=writer),
@@ -124,7 +122,9 @@ def test_equal_runs_have_separate_limits(plans: list[list[str]], most: int, rand
 
 
 def test_conversations_have_separate_costs() -> None:
-    service = make_service(limited(max_cost_per_session=1e4, prices=PRICES))
+    service = make_service(
+        limited(max_cost_per_session=1e4, prices={"*": {"input": 1_000_000, "output": 1_000_000}})
+    )
 
     first, other = (ask(service, write(done[:1]), session="") for done in (DONE, OTHER))
     settle(service, first, Usage(20_000, 0))

@@ -32,7 +32,6 @@ def name(names: SessionNames, body: object = None, **headers: str) -> str:
 
 
 CLAUDE = {"x_claude_code_session_id": "run"}
-CODEX = {"session_id": "run", "x_client_request_id": "run"}
 OPENCODE = {
     "x_session_id": "ses_child",
     "x_session_affinity": "ses_child",
@@ -49,7 +48,11 @@ OPENCODE = {
             "header:x-claude-code-agent-id=a1",
             "header:x-claude-code-session-id=run",
         ),
-        (CODEX | {"thread_id": "t1"}, "header:thread-id=t1", "header:session-id=run"),
+        (
+            {"session_id": "run", "x_client_request_id": "run"} | {"thread_id": "t1"},
+            "header:thread-id=t1",
+            "header:session-id=run",
+        ),
         (OPENCODE, "header:x-session-id=ses_child", "header:x-session-id=ses_run"),
         ({"x_session_id": "ses_run"}, "header:x-session-id=ses_run", "header:x-session-id=ses_run"),
         ({"x_session_affinity": "s"}, "header:x-session-affinity=s", "header:x-session-affinity=s"),

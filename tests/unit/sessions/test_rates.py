@@ -10,7 +10,7 @@ import pytest
 from genai_prices import Usage as Counted, calc_price
 from hypothesis import given, strategies as st
 
-from extproc.sessions.rates import DEAREST, Rates, TokenPrice, Usage, estimate_tokens, look_up
+from extproc.sessions.rates import DEAREST, Rates, TokenPrice, Usage, look_up
 
 _MILLION = Usage(1_000_000, 0, 0, 0)
 
@@ -140,12 +140,6 @@ def test_default_prices_are_those_of_genai_prices(
 )
 def test_models_of_bedrock_and_openrouter_have_prices(model: str) -> None:
     assert look_up(model)
-
-
-def test_unknown_tokens_are_estimated_by_bytes() -> None:
-    usage = Usage(estimate_tokens(403), 10)
-
-    assert Rates({"m": price("1 2")}, None).find_cost("m", usage) == 100 * 1_000 + 10 * 2_000
 
 
 @pytest.mark.slow

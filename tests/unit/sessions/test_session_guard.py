@@ -115,7 +115,6 @@ def strict(**limits: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of session_
 TURNS = [turns(number) for number in range(10)]
 # Some upstreams accept NaN, which our parser refuses.
 HIDDEN = turns(3).replace(b'"tools"', b'"temperature": NaN, "tools"')
-FINISH = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
 CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
     "the request after the last step is refused, but retries pass": (
         limited(max_steps=3),
@@ -158,7 +157,7 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[Request], list[int], str]] = {
         "",
     ),
     "a step that a detector takes back is not the last one": (  # no model has seen it
-        with_loop(**FINISH),
+        with_loop(max_tool_calls=1, max_tool_calls_mode="finish"),
         [*named(TURNS[1], session="b"), *named(*TURNS[1:4])],
         [200, 429, 200, 429],
         "",

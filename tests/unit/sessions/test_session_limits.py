@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from extproc.sessions.session_limits import BUDGET_KEYS, Session, SessionLimits
+from extproc.sessions.session_limits import SessionLimits
 from tests.support.bundles import check, plain, refused, spec
 
 LIMITS: dict[str, Any] = {
@@ -48,21 +48,12 @@ def test_prices_are_loaded_per_model() -> None:
     assert not load(session_limits={"max_steps": 1}).needs_answers()
 
 
-def test_default_keys_name_the_root_session() -> None:
-    assert Session().list_budget_keys() == BUDGET_KEYS
-    assert BUDGET_KEYS[0] == "header:x-claude-code-session-id"
-    assert "header:x-claude-code-agent-id" not in BUDGET_KEYS
-    assert BUDGET_KEYS[-1] == "body:/metadata/user_id"
-    assert Session(keys=["header:x-run"]).list_budget_keys() == ["header:x-run"]
-
-
 def recent(**more: object) -> dict[str, Any]:
     return {"loop_detection": {"window": 5, "threshold": 3, **more}}
 
 
 PRICE = '{"input", "output", "cache_read", "cache_write"}'
 NOTICE = '{"max_steps", "max_tool_calls", "max_cost_per_session", "max_agents"}'
-PRICED = {"input": 1, "output": 2}
 
 REFUSED: list[tuple[object, str, str]] = [
     (
@@ -131,7 +122,7 @@ REFUSED: list[tuple[object, str, str]] = [
         f"m* must be an object {PRICE}, not 2.5",
     ),
     (
-        {"max_steps": 1, "prices": {"m": PRICED | {"in": 1}}},
+        {"max_steps": 1, "prices": {"m": {"input": 1, "output": 2} | {"in": 1}}},
         "/prices/m/in",
         "known keys are input, output, cache_read, cache_write",
     ),

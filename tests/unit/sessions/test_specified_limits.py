@@ -198,7 +198,6 @@ def test_narrow_offers_only_tools_with_calls_left() -> None:
     }
 
 
-OWN = {"max_calls_per_tool": {"collect": 2, "scan": 1}}
 PHASE = {"max_calls_per_tool": {"collect": 3}, "max_tool_calls": 2, "max_tool_calls_mode": "narrow"}
 AT_ONCE: list[Calls] = [[("search", at) for at in range(5)]]
 COLLECTED: list[Calls] = [*AT_ONCE, [("collect", 1)]]
@@ -216,7 +215,11 @@ USED_UP: list[Calls] = [
             [AT_ONCE, COLLECTED, [*COLLECTED, [("search", 9)]]],
             [["collect"], ["collect"], ("max_tool_calls", 7, 2)],
         ),
-        (OWN, [USED_UP, [*USED_UP, [("scan", 2)]]], [["search"], ("max_calls_per_tool", 2, 1)]),
+        (
+            {"max_calls_per_tool": {"collect": 2, "scan": 1}},
+            [USED_UP, [*USED_UP, [("scan", 2)]]],
+            [["search"], ("max_calls_per_tool", 2, 1)],
+        ),
     ],
 )
 def test_each_tool_has_its_own_count(

@@ -186,9 +186,6 @@ def test_tools_that_need_approval_are_forbidden_at_starts() -> None:
     assert changed(answer)["tool_choice"] == "none"
 
 
-DEAR = {"*": {"input": 1_000_000, "output": 1_000_000}}
-
-
 def many(count: int, first: int = 1, **more: str) -> list[Request]:
     return [(kept(number), more) for number in range(first, first + count)]
 
@@ -337,7 +334,10 @@ def test_limits_of_unnamed_requests_renew_after_idle_seconds() -> None:
 
 def test_cost_of_unnamed_requests_is_limited() -> None:
     service = make_service(
-        unnamed(limits={"max_steps": 99, "prices": DEAR}, max_cost_per_session=1e4)
+        unnamed(
+            limits={"max_steps": 99, "prices": {"*": {"input": 1_000_000, "output": 1_000_000}}},
+            max_cost_per_session=1e4,
+        )
     )
 
     settle(service, ask(service, kept(1), session=""), Usage(20_000, 0))

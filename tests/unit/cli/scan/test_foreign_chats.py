@@ -195,7 +195,6 @@ def make_export(*spans: dict[str, Any]) -> dict[str, Any]:
 HISTORY = json.dumps([{"role": "user", "content": "Fix it."}])
 
 
-GIVEN = {"gen_ai.request.model": "m"}
 UNKNOWN_PART = {"role": "assistant", "parts": [{"type": "tool-call", "toolName": "bash"}]}
 UNKNOWN_CALL = {"role": "assistant", "tool_calls": [{"name": "bash", "args": {}}]}
 FILES = {
@@ -211,7 +210,7 @@ AGENT = {"gen_ai.operation.name": "invoke_agent", "pydantic_ai.all_messages": HI
 
 def given(message: dict[str, Any]) -> dict[str, Any]:
     return {
-        **GIVEN,
+        "gen_ai.request.model": "m",
         "gen_ai.input.messages": json.dumps([{"role": "user", "content": "Fix it."}, message]),
     }
 

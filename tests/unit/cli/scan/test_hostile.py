@@ -61,7 +61,6 @@ INDENTED = json.dumps(
     {**HEAD, "messages": [line for line in MESSAGES if "$set" not in line]}, indent=1
 ).encode()
 LONG_LINE = b'{"type":"user","x":"' + b"x" * 90_000 + b'"}\n'
-DEEP = b'{"messages":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
 DEEP_VALUE = b'{"arrayValue":{"values":[' * 200 + b'{"stringValue":"x"}' + b"]}}" * 200
 DEEP_SPAN = b'{"attributes":[{"key":"gen_ai.input.messages","value":' + DEEP_VALUE + b"}]}"
 DEEP_EXPORT = b'{"resourceSpans":[{"scopeSpans":[{"spans":[' + DEEP_SPAN + b"]}]}]}\n"
@@ -98,7 +97,7 @@ FILES: dict[
         {"too_long": 1},
     ),
     "deeply nested values": (
-        join([DEEP, DEEP_EXPORT, *LINES]),
+        join([(b'{"messages":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"), DEEP_EXPORT, *LINES]),
         LONGEST,
         FOUND,
         {"not_json": 1, "unread": 1},

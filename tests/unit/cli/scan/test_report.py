@@ -28,7 +28,6 @@ from tests.support.transcripts import (
 from tests.support.turn_writers import Did
 
 WORKING = Did((("read", {"path": "a"}),), ("It works.",))
-FINE = Did((("read", {"path": "b"}),), ("It works, too.",))
 ANOTHER = Did((("build", {"part": "b"}),), ("Error: cannot be built. " + "It cannot. " * 30,))
 EXAMPLES = ROOT / "examples" / "transcripts"
 FAILING = Did(
@@ -188,7 +187,11 @@ def test_contents_need_the_flag_show(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_copied_calls_count_once(
     way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common, own, other = [WORKING, *[FAILING] * 8], [FAILING] * 3, [WORKING, FINE, *[ANOTHER] * 7]
+    common, own, other = (
+        [WORKING, *[FAILING] * 8],
+        [FAILING] * 3,
+        [WORKING, Did((("read", {"path": "b"}),), ("It works, too.",)), *[ANOTHER] * 7],
+    )
     parent = AgentSession([*common, *own], name="parent")
     resumed = parent._replace(turns=[*parent.turns, FAILING], name="resumed")
     fork = parent._replace(turns=[*common, *other], name="fork", prompt=20_000)
