@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,13 @@ NOT_ENFORCED = (
 def written(file: Path, document: object) -> str:
     file.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
     return str(file)
+
+
+def find_missing(text: Container[str], *parts: str) -> list[str]:
+    return [part for part in parts if part not in text]
+
+
+def find_misfits(lines: Sequence[str], *wanted: str) -> list[str]:
+    """The first lines that do not fit, in the sense of `fits`."""
+    found = zip(lines[: len(wanted)], wanted, strict=True)
+    return [line for line, each in found if not fits(line, each)]

@@ -15,6 +15,7 @@ import agent_demo
 import pytest
 
 from tests.support import ROOT
+from tests.support.command import find_missing
 from tests.support.documents import bundle, policy
 from tests.support.processes import alive
 
@@ -113,11 +114,14 @@ def test_agent_that_is_not_refused_fails_in_red(
     output = terminal.getvalue()
     assert code == 1
     assert (
-        "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached the model"
-        in output
+        find_missing(
+            output,
+            "\x1b[31m  NOT as expected: not refused after 8 turns; 8 requests sent, 8 reached",
+            "expected:        refused after 3 turns; 4 requests sent, 3 reached the model",
+            "0 of 1 scenes ended as expected.",
+        )
+        == []
     )
-    assert "expected:        refused after 3 turns; 4 requests sent, 3 reached the model" in output
-    assert "0 of 1 scenes ended as expected." in output
     assert list_left(output) == []
 
 
@@ -140,5 +144,11 @@ def test_help_has_examples() -> None:
 
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    assert "make demo-agent ARGS='--scene cycle'" in shown
-    assert "{steered,chat,progress,responses,anthropic,stored,cycle,landed}" in shown
+    assert (
+        find_missing(
+            shown,
+            "make demo-agent ARGS='--scene cycle'",
+            "{steered,chat,progress,responses,anthropic,stored,cycle,landed}",
+        )
+        == []
+    )

@@ -29,7 +29,7 @@ from tests.support.check_envoy import (
     report,
     without_an_end,
 )
-from tests.support.command import Run, written
+from tests.support.command import Run, find_missing, written
 from tests.support.documents import bundle, policy
 from tests.support.envoy_config import bootstrap, theirs
 from tests.support.harness import envoy_version
@@ -857,8 +857,14 @@ def test_output_has_routes_and_findings_with_lines(
         "/chat",
         "BUFFERED",
     ]
-    assert f"message-timeout  {file}:{kind}: {FILTER}/max_message_timeout\n" in run.out
-    assert "  right: max_message_timeout: 35s\n" in run.out
+    assert (
+        find_missing(
+            run.out,
+            f"message-timeout  {file}:{kind}: {FILTER}/max_message_timeout\n",
+            "  right: max_message_timeout: 35s\n",
+        )
+        == []
+    )
     assert run.out.endswith("1 of 2 routes guarded; findings: 1; notes: 0\n")
 
 

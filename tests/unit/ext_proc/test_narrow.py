@@ -302,6 +302,9 @@ def _declare(*names: str) -> dict[str, Any]:
 _CUSTOM = {"type": "custom", "custom": {"name": "sql"}}
 _SERVER = {"type": "mcp", "server_label": "a", "server_url": "http://a"}
 _TOOLSET = {"type": "mcp_toolset", "mcp_server_name": "a"}
+_CACHE = {"cachePoint": {"type": "default"}}
+_SPEC = {"toolSpec": {"name": "f"}}
+_TALKS: list[dict[str, Any]] = [{"messages": []}, {"contents": []}, {"input": []}, {}]
 
 
 class Case(NamedTuple):
@@ -322,6 +325,7 @@ class Case(NamedTuple):
 GONE = object()
 _F, _G = {"name": "f"}, {"name": "g"}
 _PAY = [{"type": "function", "function": {"name": "pay"}}]
+_GO = {"messages": [{"role": "user", "content": "go"}]}
 _RAN = [
     {"role": "model", "parts": [{"executableCode": {"code": "1"}}]},
     {"role": "user", "parts": [{"text": "go"}]},
@@ -429,10 +433,7 @@ CASES = [
         .replace(b'"name"', b'"name"' + b" " * 5_000),
         {"tools": [_G]},
     ),
-    *[
-        Case(_write(**{"": True, **talk}, tools=[_F, _G]), {"tools": [_G]})
-        for talk in [{"messages": []}, {"contents": []}, {"input": []}, {}]
-    ],
+    *[Case(_write(**{"": True, **talk}, tools=[_F, _G]), {"tools": [_G]}) for talk in _TALKS],
     # tools that may not be called stay declared where the API has a choice that forbids them
     Case(
         _chat(
@@ -464,12 +465,7 @@ CASES = [
     Case(_chat([_TOOLSET]), {"tool_choice": {"type": "none"}}, None),
     Case(_responses(_FIRST_OF_SERVER), {"tool_choice": "none"}, None, kept=["read"]),
     Case(
-        _write(
-            messages=[{"role": "user", "content": []}],
-            toolConfig={
-                "tools": [{"toolSpec": {"name": "f"}}, {"cachePoint": {"type": "default"}}]
-            },
-        ),
+        _write(messages=[{"role": "user", "content": []}], toolConfig={"tools": [_SPEC, _CACHE]}),
         {"toolConfig": GONE},
         None,
     ),
@@ -484,8 +480,7 @@ CASES = [
     *[
         Case(
             _write(
-                messages=[{"role": "user", "content": "go"}],
-                **{key: [_F, _G], choice: _F | {"disable_parallel_tool_use": True, **kind}},
+                **_GO, **{key: [_F, _G], choice: _F | {"disable_parallel_tool_use": True, **kind}}
             ),
             {key: [_G], choice: {"type": "auto", "disable_parallel_tool_use": True}},
         )
@@ -551,6 +546,7 @@ def test_every_other_byte_stays() -> None:
     )
 
 
+_CONFIGS = '"toolConfig":{},"tool_config":{}'
 _TWICE = '"messages":[{"role":"user","content":"go"}],"tools":[{"name":"f"},{"name":"g"}]'
 
 
@@ -569,10 +565,9 @@ _TWICE = '"messages":[{"role":"user","content":"go"}],"tools":[{"name":"f"},{"na
         ("{" + _TWICE + ',"tool_choice":{"type":"tool","type":"auto"}}', "ambiguous_body"),
         ('{"request":{"contents":[]},"tools":[]}', "ambiguous_body"),
         (
-            (
-                '{"contents":[{}],"tools":[{"functionDeclarations":[{"name":"f"},{"name":"g"}]}],'
-                '"toolConfig":{},"tool_config":{}}'
-            ),
+            '{"contents":[{}],"tools":[{"functionDeclarations":[{"name":"f"},{"name":"g"}]}],'
+            + _CONFIGS
+            + "}",
             "ambiguous_body",
         ),
         (

@@ -23,6 +23,7 @@ from extproc.operator.loop_rows import MINUTES
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.browser import BROWSER, Browser, browsing
 from tests.support.budget_policies import ask, bucket, limited
+from tests.support.command import find_missing
 from tests.support.documents import policy
 from tests.support.harness import PATIENCE, eventually
 from tests.support.messages import body, headers
@@ -109,10 +110,6 @@ def fetch(url: str, **headers: str) -> tuple[dict[str, str], str]:
     connection.close()
     assert answer.status == 200, text
     return dict(answer.getheaders()), text
-
-
-def find_missing(text: str, *shown: str) -> list[str]:
-    return [part for part in shown if part not in text]
 
 
 def test_page_shows_callers_actions_money_and_curves() -> None:

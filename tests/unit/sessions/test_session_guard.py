@@ -17,6 +17,7 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.sessions.names import hash_session
 from extproc.sessions.rates import Usage
+from tests.support.command import find_missing
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
@@ -564,9 +565,7 @@ def test_explain_lists_the_keys_of_a_session(
     )
 
     printed = capsys.readouterr().out
-    assert "header:x-run, or" in printed
-    assert "body:/run" in printed
-    assert "unnamed" in printed
+    assert find_missing(printed, "header:x-run, or", "body:/run", "unnamed") == []
 
 
 class _CallsStore(RecordingStore):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import Run
+from tests.support.command import Run, find_missing
 from tests.support.extent import deepen
 from tests.support.pages import Outline
 from tests.support.transcripts import FORMATS, AgentSession, write_lines
@@ -58,7 +58,13 @@ def test_page_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     Run(capsys, "scan", "--html", str(page), str(file))
 
     text = page.read_text()
-    assert "default-src 'none'; style-src 'unsafe-inline'" in text
-    assert "1 of 1 conversation looped." in text
-    assert "1. sharpen: the same input, the same result, 7 turns" in text
+    assert (
+        find_missing(
+            text,
+            "default-src 'none'; style-src 'unsafe-inline'",
+            "1 of 1 conversation looped.",
+            "1. sharpen: the same input, the same result, 7 turns",
+        )
+        == []
+    )
     assert "http" not in text.replace("http-equiv", "")
