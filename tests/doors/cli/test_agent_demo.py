@@ -1,7 +1,5 @@
 """`make demo-agent`: most of it in this process, where the SDKs are imported already."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`loopguard check-envoy` on a running Envoy."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`make run`: the demo, on free ports."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Policies change while a server process runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Access logs of Envoy, replayed with the policies that decided them, and a replay's memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`loopguard scan` as it is installed, with one process and with two."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`loopguard serve` as a process: how it starts, what it refuses, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

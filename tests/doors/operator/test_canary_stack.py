@@ -1,7 +1,5 @@
 """Canaries end to end: the real Envoy, replicas on one Valkey, and `loopguard canary status`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

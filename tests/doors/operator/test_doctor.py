@@ -1,7 +1,5 @@
 """What `loopguard doctor` finds in real traffic, and what the other reports say about it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Secrets that clients send through the real Envoy are in no output and not in the store."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import tempfile

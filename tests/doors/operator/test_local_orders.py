@@ -1,7 +1,5 @@
 """Orders for a server without a token file, which shares a token with its user's commands."""
 
-from __future__ import annotations
-
 import html
 import re
 import shlex

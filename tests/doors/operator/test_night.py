@@ -1,7 +1,5 @@
 """Find, free and stop looping callers: the real Envoy, two replicas and a real Valkey."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -5,8 +5,6 @@ understood, and stopped or freed with the commands that the screen shows, as the
 else.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

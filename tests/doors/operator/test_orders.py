@@ -1,7 +1,5 @@
 """Orders over the admin port and its socket, by commands and by unauthorized clients."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """A policy that acts on a share of its callers: which callers, and how the share grows."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

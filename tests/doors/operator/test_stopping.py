@@ -1,7 +1,5 @@
 """Callers that an operator has stopped, through the real Envoy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

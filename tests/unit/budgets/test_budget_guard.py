@@ -1,7 +1,5 @@
 """Budgets of a policy, from a request to its response."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

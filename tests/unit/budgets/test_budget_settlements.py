@@ -1,7 +1,5 @@
 """Reported usage replaces what was estimated."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

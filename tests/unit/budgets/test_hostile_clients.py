@@ -4,8 +4,6 @@ A response may report its tokens, stream without usage, or report nonsense; the 
 the entry in the access log may arrive once, twice, at the other replica, or never.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from hypothesis import given, strategies as st

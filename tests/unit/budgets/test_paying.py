@@ -1,7 +1,5 @@
 """Callers without their key are reported, refused, or share a budget; no request is free."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

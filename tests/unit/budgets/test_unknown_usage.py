@@ -1,7 +1,5 @@
 """Reservations of requests, and what they pay if usage is missing or impossible."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`loopguard check-envoy` finds every harmful setting; its probe interprets responses."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

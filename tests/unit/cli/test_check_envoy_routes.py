@@ -1,7 +1,5 @@
 """`loopguard check-envoy` on routes, listeners and filters that let requests bypass Loopguard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

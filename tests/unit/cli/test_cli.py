@@ -1,7 +1,5 @@
 """The `loopguard` command: what it prints, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import urlsafe_b64encode

@@ -1,7 +1,5 @@
 """The completion of commands and flags, in the shells that are installed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

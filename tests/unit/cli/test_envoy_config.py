@@ -1,7 +1,5 @@
 """The Envoy configuration that `loopguard envoy-config` prints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`loopguard replay` judges logs, and reports all that it could not use."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -4,8 +4,6 @@ The policy is the detector `turns` of the preset, as in `scan`, without a sessio
 requests does not show what a server remembers.
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from collections.abc import Mapping

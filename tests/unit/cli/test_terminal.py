@@ -1,7 +1,5 @@
 """Commands do not trust servers or files: control characters, long replies, bad addresses."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """The screen of `loopguard top` on terminals of any width."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta

@@ -1,7 +1,5 @@
 """What Envoy's access log reports about requests of sessions."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Time for looking into bodies, with the clock as an argument."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

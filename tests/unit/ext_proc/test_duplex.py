@@ -1,7 +1,5 @@
 """What comes out of every body mode is what came in, or the edited body, or a refusal."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """Edits are verified and bounded; a failing edit keeps the decision and the metadata."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Bodies made to break their readers: each gets one answer, and nothing is raised."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable

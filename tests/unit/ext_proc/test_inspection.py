@@ -1,7 +1,5 @@
 """What one reader of a body may spend: enough for real agents, whatever others have spent."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Bodies above `max_inspect_bytes`: `turns` reads their ends, buffered or streamed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

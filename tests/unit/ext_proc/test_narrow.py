@@ -1,7 +1,5 @@
 """Removed tools: which are removed, the remaining choice, and that every other byte stays."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """Clients that continue after Loopguard's answer in the model's place, which is no turn."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

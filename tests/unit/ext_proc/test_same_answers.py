@@ -5,8 +5,6 @@ fail in every way, and before
 processes that know nothing or much: what Envoy is told is the same to the byte.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence

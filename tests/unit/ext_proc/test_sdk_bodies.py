@@ -1,7 +1,5 @@
 """Edited bodies of SDKs are valid requests with an unchanged, cacheable beginning."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """One ext_proc stream at a time, message by message, without a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Words that people and programs read: singulars, values in logs, and what a loop is called."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

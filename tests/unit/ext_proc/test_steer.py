@@ -1,7 +1,5 @@
 """Steering and landing: a landed request forbids tools and asks for a final answer."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from functools import partial

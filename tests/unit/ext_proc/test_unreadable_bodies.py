@@ -1,7 +1,5 @@
 """Bodies with one wrong value, anywhere in any API: each is counted, or uncounted for a reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import cycle

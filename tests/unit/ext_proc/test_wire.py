@@ -1,7 +1,5 @@
 """Messages read by hand say what protobuf says."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The admin endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

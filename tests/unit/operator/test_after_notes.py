@@ -1,7 +1,5 @@
 """What comes after the first note of a loop, counted from what each request shows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

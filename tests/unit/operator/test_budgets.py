@@ -1,7 +1,5 @@
 """Budgets for operators: the table behind `/budgets`, its events, and one-time grants."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

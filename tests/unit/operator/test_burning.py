@@ -1,7 +1,5 @@
 """The page and `loopguard top` agree on what costs money, and on what is done about a row."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

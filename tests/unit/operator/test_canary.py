@@ -1,7 +1,5 @@
 """Canaries: a shadow policy is compared request by request, merged between replicas, and judged."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

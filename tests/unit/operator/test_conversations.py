@@ -1,7 +1,5 @@
 """One row per caller and conversation: no detector or replica counts a request twice."""
 
-from __future__ import annotations
-
 import json
 import random
 import shlex

@@ -1,7 +1,5 @@
 """Coverage: what is recent, what bounds the numbers, and how replicas' numbers add up."""
 
-from __future__ import annotations
-
 import time
 from hashlib import blake2b
 from typing import Any

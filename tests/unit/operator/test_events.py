@@ -1,7 +1,5 @@
 """Events for other programs: their contents, their delivery, and that no request waits for them."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """A tool that fails for many is one incident: its agents wait, and no caller can make one alone."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The token that a server shares with its user's commands, and how a page's commands reach it."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The table of loops: its rows, its bounds, how replicas merge it, and what operators see."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

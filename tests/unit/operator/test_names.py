@@ -1,7 +1,5 @@
 """A caller has one name under every policy, with aliases and labels beside it."""
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

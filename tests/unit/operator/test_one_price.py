@@ -1,7 +1,5 @@
 """Loops, sessions and budgets show one cost: from the access log, else an estimate."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

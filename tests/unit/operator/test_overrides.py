@@ -1,7 +1,5 @@
 """Orders about callers: their effect on requests, and how they are given, stored and shown."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

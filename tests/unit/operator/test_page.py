@@ -1,7 +1,5 @@
 """The page on the admin port, in a real browser where there is one."""
 
-from __future__ import annotations
-
 import html
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Requests of `check-envoy --probe`, as a running Loopguard notes them."""
 
-from __future__ import annotations
-
 from extproc.operator.probes import Probes
 from tests.support.engine import get
 

@@ -1,7 +1,5 @@
 """A session goes on while any of its agents does, whatever was refused."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Recent entries are kept, and the quietest make room."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import dataclass
 

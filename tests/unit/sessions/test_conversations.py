@@ -1,7 +1,5 @@
 """Session limits without a session header: each conversation is recognized by its history."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The calls that a history shows: a call keeps its digest when the rest of the history changes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import count

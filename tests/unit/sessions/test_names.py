@@ -1,7 +1,5 @@
 """Names of conversations that real programs send, and headers that change too often."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """The cost of model calls, in nano-dollars."""
 
-from __future__ import annotations
-
 import tracemalloc
 from decimal import ROUND_HALF_UP, Decimal
 from fractions import Fraction

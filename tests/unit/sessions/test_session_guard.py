@@ -1,7 +1,5 @@
 """Session limits, from a request's headers to the response."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The keys of `session_limits`, and the errors in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Detectors of turns with sessions: a session's ring of turns completes cut histories."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

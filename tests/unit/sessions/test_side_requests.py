@@ -1,7 +1,5 @@
 """Requests beside the turns, such as titles and summaries, are no steps and hide none."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

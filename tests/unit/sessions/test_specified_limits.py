@@ -1,7 +1,5 @@
 """Session limits as specified; the numbers of cases are those of the specification."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from time import time

@@ -1,7 +1,5 @@
 """Limits of requests without a session, and of first requests, until they continue."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

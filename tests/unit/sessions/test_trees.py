@@ -1,7 +1,5 @@
 """Limits on trees of agents, with the headers of Claude Code, Codex and opencode."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

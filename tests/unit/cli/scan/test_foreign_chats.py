@@ -1,7 +1,5 @@
 """Chats and spans in unknown formats are reported, never taken for free of loops."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every format gives the same loops with the same tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

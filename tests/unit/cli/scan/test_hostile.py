@@ -1,7 +1,5 @@
 """Hostile files, packed or not, are read in bounded memory; problems are counted and named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

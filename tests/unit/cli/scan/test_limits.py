@@ -1,7 +1,5 @@
 """The session limits that `scan --limits` recommends."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

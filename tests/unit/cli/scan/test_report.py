@@ -1,7 +1,5 @@
 """The report of `loopguard scan`, as text and JSON, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

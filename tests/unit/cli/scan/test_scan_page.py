@@ -1,7 +1,5 @@
 """The page of `scan --html` is complete by itself, and harmless whatever a transcript holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

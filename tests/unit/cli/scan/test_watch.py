@@ -1,7 +1,5 @@
 """A transcript is judged as its requests would have been."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
