@@ -113,10 +113,10 @@ REFUSED: dict[str, tuple[dict[str, str], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_client_without_credential_changes_nothing(running: Running, case: str) -> None:
-    headers, status = REFUSED[case]
-
+@pytest.mark.parametrize(("headers", "status"), REFUSED.values(), ids=REFUSED)
+def test_client_without_credential_changes_nothing(
+    running: Running, headers: dict[str, str], status: int
+) -> None:
     refused, said = running.ask("POST", "/overrides", BLOCK, headers)
 
     assert (refused, bool(said["error"])) == (status, True)

@@ -351,9 +351,8 @@ REFUSERS: dict[str, tuple[str, Json]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSERS)
-def test_filter_that_refuses_after_loopguard_is_found(name: str) -> None:
-    kind, config = REFUSERS[name]
+@pytest.mark.parametrize(("kind", "config"), REFUSERS.values(), ids=REFUSERS)
+def test_filter_that_refuses_after_loopguard_is_found(kind: str, config: Json) -> None:
     behind = edited(good(), add_filter(kind, **config))
 
     assert codes(behind, CHAT) == ["late-refusal"]
@@ -729,10 +728,8 @@ LISTENERS: dict[str, tuple[Json, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LISTENERS)
-def test_second_listener_to_the_upstream_is_found(name: str) -> None:
-    listener, expected = LISTENERS[name]
-
+@pytest.mark.parametrize(("listener", "expected"), LISTENERS.values(), ids=LISTENERS)
+def test_second_listener_to_the_upstream_is_found(listener: Json, expected: list[str]) -> None:
     assert (
         codes(edited(good(), insert("/static_resources/listeners/1", listener)), CHAT) == expected
     )

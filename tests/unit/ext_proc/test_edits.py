@@ -276,9 +276,8 @@ BOUNDS: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BOUNDS)
-def test_body_that_takes_too_long_is_not_edited(case: str) -> None:
-    data, reason = BOUNDS[case]
+@pytest.mark.parametrize(("data", "reason"), BOUNDS.values(), ids=BOUNDS)
+def test_body_that_takes_too_long_is_not_edited(data: bytes, reason: str) -> None:
     service = make_service(steering(max_inspect_bytes=2 * MAX_BYTES))
 
     answer = repeat(service, data)

@@ -169,10 +169,11 @@ FOLLOWED: dict[str, tuple[Callable[[str], str], str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", FOLLOWED)
-def test_only_true_answers_and_complaints_are_no_turns(case: str) -> None:
+@pytest.mark.parametrize(("write", "complaint", "refused"), FOLLOWED.values(), ids=FOLLOWED)
+def test_only_true_answers_and_complaints_are_no_turns(
+    write: Callable[[str], str], complaint: str, refused: bool
+) -> None:
     """A complaint is known by its words, also behind a counter and beside reminders."""
-    write, complaint, refused = FOLLOWED[case]
     agent = Agent()
     said = agent.loop()
     agent.body["messages"][-1] = agent.say("assistant", write(said))

@@ -334,10 +334,10 @@ SAID: dict[str, tuple[dict[str, Any], bytes, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAID)
-def test_note_says_what_repeats_and_what_comes_next(case: str) -> None:
-    loop, sent, words, said = SAID[case]
-
+@pytest.mark.parametrize(("loop", "sent", "words", "said"), SAID.values(), ids=SAID)
+def test_note_says_what_repeats_and_what_comes_next(
+    loop: dict[str, Any], sent: bytes, words: str, said: bool
+) -> None:
     note = last_text(steered(ask(make_service(policy("p", ANY, **loop)), sent)))
 
     assert (words in note) is said

@@ -130,10 +130,10 @@ PAIRINGS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PAIRINGS)
-def test_candidate_is_paired_with_the_named_or_only_policy(case: str) -> None:
-    policies, expected = PAIRINGS[case]
-
+@pytest.mark.parametrize(("policies", "expected"), PAIRINGS.values(), ids=PAIRINGS)
+def test_candidate_is_paired_with_the_named_or_only_policy(
+    policies: list[dict[str, Any]], expected: list[tuple[str, str]]
+) -> None:
     assert [
         (pairing.live, pairing.candidate) for pairing in make_engine(*policies).pairings
     ] == expected
@@ -174,10 +174,10 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_invalid_canary_of_is_an_error(case: str) -> None:
-    policies, pointer, message = REFUSED[case]
-
+@pytest.mark.parametrize(("policies", "pointer", "message"), REFUSED.values(), ids=REFUSED)
+def test_invalid_canary_of_is_an_error(
+    policies: list[dict[str, Any]], pointer: str, message: str
+) -> None:
     with pytest.raises(BundleErrors) as raised:
         parse({"bundle.json": json.dumps(bundle(*policies)).encode()}, NOW)
 

@@ -134,11 +134,10 @@ CHATS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize(("chat", "words"), CHATS.values(), ids=CHATS)
 def test_chat_in_unknown_format_is_reported(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chat: object, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat, words = CHATS[name]
     (tmp_path / "chat.json").write_text(json.dumps(chat))
     page = tmp_path / "page.html"
 

@@ -465,10 +465,14 @@ SPECIAL: dict[str, tuple[list[Any], list[tuple[Any, ...]], int, dict[str, int]]]
 }
 
 
-@pytest.mark.parametrize("name", SPECIAL)
-def test_special_forms_are_read(name: str, tmp_path: Path) -> None:
-    lines, loops, calls, problems = SPECIAL[name]
-
+@pytest.mark.parametrize(("lines", "loops", "calls", "problems"), SPECIAL.values(), ids=SPECIAL)
+def test_special_forms_are_read(
+    lines: list[Any],
+    loops: list[tuple[Any, ...]],
+    calls: int,
+    problems: dict[str, int],
+    tmp_path: Path,
+) -> None:
     scanned = scan_values(tmp_path, lines)
 
     assert (scanned.loops, sum(run.spent.calls for run in scanned.runs)) == (loops, calls)

@@ -130,9 +130,14 @@ FILES: dict[
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_readable_part_of_a_file_is_used(name: str, tmp_path: Path) -> None:
-    data, longest, loops, problems = FILES[name]
+@pytest.mark.parametrize(("data", "longest", "loops", "problems"), FILES.values(), ids=FILES)
+def test_readable_part_of_a_file_is_used(
+    data: bytes,
+    longest: int,
+    loops: list[tuple[Any, ...]],
+    problems: dict[str, int],
+    tmp_path: Path,
+) -> None:
     (tmp_path / "f").write_bytes(data)
 
     scanned = scan_file(tmp_path / "f", longest)
