@@ -140,24 +140,6 @@ def test_entry_without_prompt_tokens_corrects_no_estimate(
 
 
 @pytest.mark.parametrize(
-    ("entry", "used"),
-    [
-        ({"status": 503}, 0),  # it is not billed
-        *(
-            ({"status": status}, 0) for status in (0, 401, 403, 429)
-        ),  # the client left, or a filter refused it
-        ({}, 1_200),  # as for sessions: 4,000 bytes of a request and 800 of a response
-    ],
-)
-def test_unbilled_responses_cost_nothing(entry: dict[str, Any], used: int) -> None:
-    service, _ = serve(limited(LLM))
-
-    tell(service, ask(service, content=chat("hello")), **entry)
-
-    assert tokens_left(service) == 10_000 - used
-
-
-@pytest.mark.parametrize(
     ("status", "sent", "kept"), [(403, False, 3), (0, False, 3), (403, True, 2), (200, True, 2)]
 )
 def test_fixed_cost_is_returned_if_another_filter_refuses(

@@ -78,6 +78,8 @@ def test_client_that_leaves_late_pays_for_received_bytes() -> None:
             120,
         ),
         ({"told": {"input": 100, "output": 20}, "took": SENT, "status": 0}, 120),
+        *(({"status": status}, 0) for status in (401, 403, 429, 503)),
+        ({}, 1_200),
         ({"status": 503, "took": SENT}, 0),
         ({"status": 503, "took": SENT, "upstream_connection_failure": True}, 0),
         (

@@ -919,6 +919,7 @@ def test_help_of_every_command_has_examples(
             ["healthcheck", "--timeout", "soon"],
             "argument --timeout: invalid float value: 'soon'; see …",
         ),
+        (["envoy-config", "--policy", "GOOD"], "…--upstream…"),
         (["tpo"], "argument …; did you mean top?; see 'loopguard --help'"),
         (["check-envoi"], "argument …; did you mean check-envoy?; see 'loopguard --help'"),
         (["canary", "statsu"], "argument …; did you mean status?; see 'loopguard canary --help'"),

@@ -267,12 +267,6 @@ def test_suspicious_flags_are_warned_about(
     assert told != "guards nothing" or routes(run.out) == [("unguarded", "prefix: /", False)]
 
 
-def test_upstream_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(capsys, "envoy-config", "--policy", str(SAMPLE))
-
-    assert (run.code, "--upstream" in run.complaint) == (2, True)
-
-
 @pytest.mark.parametrize(
     ("upstream", "more", "tls"),
     [

@@ -12,8 +12,8 @@ from extproc.store.memory import MemoryStore
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.service import FailingStore, make_service, metadata_of, sample
-from tests.support.sessions import STUCK, agents, ask, send, send_all, turn, waits_for_store
-from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
+from tests.support.sessions import STUCK, agents, ask, send, send_all, turn
+from tests.support.turn_writers import Did, as_anthropic, as_chat
 
 
 def compacted(count: int, *, summary: str) -> bytes:
@@ -247,23 +247,6 @@ def test_bug_in_the_store_counts_as_internal_error() -> None:
 
     assert send(service, turn(1), session_id="s") == 200
     assert sample(service, "fail_open_total", reason="internal_error") == 1
-
-
-def test_only_requests_that_need_the_ring_wait() -> None:
-    service = make_service(agents(), store=FailingStore("nothing", later=True))
-    edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
-    whole = [
-        json.dumps(
-            as_responses([*edits, QUIET._replace(number=number, thought=str(number))])
-        ).encode()
-        for number in (98, 99)
-    ]
-
-    assert [waits_for_store(service, data, session_id="s") for data in whole] == [False, False]
-    assert waits_for_store(service, turn(100, QUIET), session_id="s")
-    assert send(service, turn(101, QUIET), session_id="s") == 429
-    looping = json.dumps(as_chat([STUCK] * 3)).encode()
-    assert not waits_for_store(service, looping, session_id="s")
 
 
 def test_store_failure_without_waiting_request_is_counted() -> None:
