@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-STOPPED_SECONDS: Final = 30.0
+STOPPED_SECONDS: Final = 120.0
 _ENOUGH: Final = 10
 """Entries have stopped if this many requests began in STOPPED_SECONDS without one; a few may be
 long."""

@@ -451,6 +451,7 @@ class Plan:
         paired: its outcomes are compared with another policy's.
         counts_failed: requests stay counted if their upstream fails.
         reserves: something is given back if the request is not forwarded.
+        spans: a detector `spans`.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
         root_names: finds the session at the root of a request's agents.
     """
@@ -471,7 +472,7 @@ class Plan:
             )
             for name, loop in spec.detectors()
         )
-        self._usual = tuple([each for each in self._every if not each.stands_in])
+        self.spans = any(detector.spans for detector in self._every)
         self.leaves_out_notes = not shadow and any(
             detector.steer_share < EVERYBODY for detector in self.detectors
         )
@@ -536,14 +537,9 @@ class Plan:
             self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
             self.watching = Plan(policy, parts, shadow=True)
 
-    @property
-    def spans(self) -> bool:
-        """Whether a detector counts requests that follow each other back to back."""
-        return any(detector.spans for detector in self._every)
-
     def note_entries(self, *, arrive: bool) -> None:
         """Let detectors with `only_without_entries` act only while no access log entries arrive."""
-        self.detectors = self._usual if arrive else self._every
+        self.detectors = tuple([each for each in self._every if not (arrive and each.stands_in)])
         if self.watching is not None:
             self.watching.note_entries(arrive=arrive)
 

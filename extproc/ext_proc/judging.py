@@ -458,8 +458,8 @@ def _write(
     lead, budgets = decision.lead, exchange.budgets
     reserves = len(exchange.sessions) > 0 or exchange.settles or not exchange.counts_failed
     calls = describe_calls(exchange) if reserves and exchange.state != OBSERVED else ""
-    if calls and not exchange.counts_failed and any(plan.spans for plan in exchange.plans):
-        service.note_begun()
+    if calls and not exchange.counts_failed and (lead is None or lead.action is not Action.REJECT):
+        service.note_begun(exchange.plans)
     if (
         lead is None
         and decision.shadow is None

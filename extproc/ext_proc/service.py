@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from time import monotonic, perf_counter, time
@@ -12,6 +13,7 @@ from extproc.engine.engine import Engine
 from extproc.engine.entries import Entries
 from extproc.engine.handover import HandedOver, RefusedPolicy
 from extproc.engine.orders import Overrides
+from extproc.engine.plan import Plan
 from extproc.engine.settlements import Entry, list_settlements
 from extproc.ext_proc.access_log import AccessLog
 from extproc.ext_proc.budget import InspectionBudget
@@ -113,8 +115,10 @@ class Service:
         self.pairs.follow(engine.pairings, time())
         self._switch_detectors()
 
-    def note_begun(self) -> None:
-        """Note a forwarded request whose end `back_to_back` needs to know."""
+    def note_begun(self, plans: Sequence[Plan]) -> None:
+        """Note a forwarded request, in case `back_to_back` needs to know its end."""
+        if not any(plan.spans for plan in plans):
+            return
         arrived = self.entries.arrive
         if self.entries.note_begun(monotonic()):
             self.metrics.access_log_entries.labels("missing").inc()

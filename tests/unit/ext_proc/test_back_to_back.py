@@ -183,6 +183,15 @@ def test_few_requests_without_entry_are_no_sign() -> None:
     assert sample(service, "access_log_entries_total", result="missing") == 0
 
 
+def test_refused_requests_need_no_entry() -> None:
+    service = make_guarded({**LADDER, "action": "reject", "escalate": {}}, STAND_IN)
+    send_many(service, WITH_TOOLS, 5)
+    service.entries.note_begun(monotonic() - STOPPED_SECONDS)
+
+    assert set(send_many(service, WITH_TOOLS, 20, entry=False)) == {"reject"}
+    assert sample(service, "access_log_entries_total", result="missing") == 0
+
+
 def test_entries_at_another_replica_count_as_arriving() -> None:
     service = make_guarded(LADDER, STAND_IN)
     service.note_entry(own=False)
