@@ -233,15 +233,13 @@ def test_secrets_are_in_no_store_page_or_log(
                 == 0
             )
 
-            def is_blocked() -> bool:
-                refused = made.send(
-                    CHAT, method="POST", body=body, headers={"authorization": f"Bearer {secret}"}
-                )
-                return b"(blocked)" in refused.body
-
-            eventually(
-                is_blocked, "the order at each replica"
-            )  # which ask for orders once a second
+            bearer = {"authorization": f"Bearer {secret}"}
+            eventually(  # each replica asks for orders once a second
+                lambda: (
+                    b"(blocked)" in made.send(CHAT, method="POST", body=body, headers=bearer).body
+                ),
+                "the order at each replica",
+            )
             for command in (["top", "--once"], ["top", "--json"], ["sessions"], ["overrides"]):
                 assert main([*command, *admin]) == 0
             assert main(["doctor", *admin]) in (0, 1)

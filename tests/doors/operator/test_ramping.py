@@ -45,17 +45,6 @@ def send(made: Stack, user: str, path: str, times: int = 3) -> list[int]:
     return [made.send(path, headers={USER: user}).status for _ in range(times)]
 
 
-def grow(made: Stack, percent: int, **more: object) -> None:
-    made.write_policies(ramped(percent, **more))
-    eventually(
-        lambda: all(
-            replica.metric("policy_enforce_percent", policy="p") == percent
-            for replica in made.replicas
-        ),
-        "the larger share",
-    )
-
-
 def test_replicas_enforce_on_the_same_callers_with_kept_counts() -> None:
     insiders, later, outsiders = find_users(1, 50, 4), find_users(51, 75, 4), find_users(76, 100, 4)
     with (
@@ -73,7 +62,14 @@ def test_replicas_enforce_on_the_same_callers_with_kept_counts() -> None:
                 replica.metric("requests_total", policy="p", mode=mode) for replica in made.replicas
             )
 
-        grow(made, 75, keep_counts=True)
+        made.write_policies(ramped(75, keep_counts=True))
+        eventually(
+            lambda: all(
+                replica.metric("policy_enforce_percent", policy="p") == 75
+                for replica in made.replicas
+            ),
+            "the larger share on every replica",
+        )
 
         for user in insiders + later:
             assert send(made, user, "/a", 2) == [429, 429]

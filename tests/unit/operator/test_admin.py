@@ -78,15 +78,12 @@ def ask(
         connection.close()
 
 
-def make_down() -> Page:
-    return Page(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "no store"})
-
-
 def make_broken() -> Page:
     raise ValueError("too deep")
 
 
-DOWN, BROKEN = route_page("/down", make_down), route_page("/broken", make_broken)
+DOWN = route_page("/down", lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "no store"}))
+BROKEN = route_page("/broken", make_broken)
 
 
 def make_admin(*routes: Route, metrics: Metrics | None = None) -> AdminServer:

@@ -863,10 +863,6 @@ def test_half_of_a_surrogate_pair_is_refused(
     problem.encode()
 
 
-def remark(made: Operated, **given: Any) -> list[str]:  # noqa: ANN401  # an order
-    return made.give(**given)[1]
-
-
 NO_LIMITS = "this kill does nothing: no policy has session limits; name a session, or use block"
 HEAD_KEYS = [key for key in BUDGET_KEYS if not key.startswith("body:")]
 NAMELESS = policy("p", ANY, **USER)
@@ -985,7 +981,7 @@ def test_order_has_notes_about_what_it_cannot_do(
 ) -> None:
     said = [
         note
-        for note in remark(operate(1, *policies), **given)
+        for note in operate(1, *policies).give(**given)[1]
         if "this probably does nothing" not in note
     ]
 
@@ -996,10 +992,7 @@ def test_kill_counts_limits_of_route_policies() -> None:
     one = operate()
     assert one.service.compile_handed_over(json.dumps(limited(max_steps=3))) is not None
 
-    assert remark(one, kind="kill", **BY_TEAM) == []
-
-
-UNKNOWN = "this probably does nothing: the {} was not reported in the last hour"
+    assert one.give(kind="kill", **BY_TEAM)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -1020,6 +1013,9 @@ def test_order_for_an_unreported_hash_has_a_note(
     one = operate(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
     one.givers[0].list_seen = lambda: Seen({"a" * 16: 1}, {"b" * 16}, {"c" * 8})
 
-    notes = [note.partition(". ")[0] for note in remark(one, kind="block", **target)]
+    notes = [note.partition(". ")[0] for note in one.give(kind="block", **target)[1]]
 
-    assert notes == [UNKNOWN.format(each) for each in unknown]
+    assert notes == [
+        f"this probably does nothing: the {each} was not reported in the last hour"
+        for each in unknown
+    ]

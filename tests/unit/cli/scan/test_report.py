@@ -1,10 +1,11 @@
-"""The report of `loopguard scan`, as text and JSON, and its exit codes."""
+"""The report of `loopguard scan`, as text, JSON and a page, its limits, and its exit codes."""
 
 import json
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ import pytest
 
 from extproc.cli.packed import FilePlace
 from extproc.cli.scan.atif import Atif
+from extproc.cli.scan.limits import Total, recommend_limits
+from extproc.policy.presets import find_preset
 from tests.support import ROOT
 from tests.support.command import Run, find_misfits, find_missing
 from tests.support.example_transcripts import list_examples
+from tests.support.extent import deepen
+from tests.support.pages import Outline
 from tests.support.transcripts import (
     COPIES,
+    FORMATS,
     AgentSession,
     write_atif,
     write_claude_code,
@@ -370,3 +376,118 @@ def test_files_below_home_are_shown_with_a_tilde(
     )
 
     assert "~/.claude/projects/p/s.jsonl:" in Run(capsys, "scan").out
+
+
+# ---- The page of --html
+
+ATTACKS = (
+    "</title><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"'><svg onload=alert(1)>",
+    "</pre></style><style>*{background:url(//evil)}</style>",
+    "javascript:alert(1)//",
+    "{{ 7 * 7 }}{% include 'x' %}",
+    "&lt;script&gt;<!--<script>",
+    "\x00\x1b[31m\u202e<b>",
+    "<a href='//evil'>x</a><iframe src=//evil>",
+)
+
+
+def make_session(attack: str) -> AgentSession:
+    turn = Did(((attack, {attack: attack}),), (f"Error: {attack} " * 20,))
+    return AgentSession([turn] * 8, name=attack, project=attack, agent=attack, model=attack)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", deepen(FORMATS, "claude code", "responses", "otlp messages"))
+def test_names_and_contents_are_escaped(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, outlines = tmp_path / "page.html", []
+    for attacks in (ATTACKS, ["plain" * 5] * len(ATTACKS)):
+        lines = [line for attack in attacks for line in FORMATS[name](make_session(attack))]
+        file = write_lines(
+            tmp_path / "f.jsonl",
+            [*lines, *({"type": attack, "sessionId": "s"} for attack in attacks)],
+        )
+        run = Run(capsys, "scan", "--show", "--html", str(page), str(file))
+        assert (run.code, "\x1b" in run.out) == (0, False)
+        outlines.append(Outline(page.read_text()))
+
+    hostile, plain = outlines
+    assert (hostile.loads, hostile.handlers, set(hostile.elements)) == ([], [], set(plain.elements))
+    assert {"script", "img"} & set(hostile.elements) == set()
+
+
+def test_page_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_lines(tmp_path / "f.jsonl", FORMATS["claude code"](make_session("sharpen")))
+    page = tmp_path / "page.html"
+
+    Run(capsys, "scan", "--html", str(page), str(file))
+
+    text = page.read_text()
+    assert (
+        find_missing(
+            text,
+            "default-src 'none'; style-src 'unsafe-inline'",
+            "1 of 1 conversation looped.",
+            "1. sharpen: the same input, the same result, 7 turns",
+        )
+        == []
+    )
+    assert "http" not in text.replace("http-equiv", "")
+
+
+# ---- The session limits of --limits
+
+HUNDRED = [
+    Total(steps=n, tokens=n, nanos=n * 10**9, agents=0, tools=Counter(read=n))
+    for n in range(1, 101)
+]
+
+
+@pytest.mark.parametrize(
+    ("totals", "limits", "stopped"),
+    [
+        ([], {}, 0),
+        ([Total(looped=True, steps=90)], {}, 0),
+        ([Total(steps=3, nanos=None)], {"max_steps": 3}, 0),
+        ([Total(steps=3, nanos=1)], {"max_steps": 3, "max_cost_per_session": 0.01}, 0),
+        (
+            [Total(steps=3, agents=2), Total(steps=1, agents=0)],
+            {"max_steps": 3, "max_agents": 2},
+            0,
+        ),
+        ([Total(steps=3), Total(steps=1), Total(steps=2)], {"max_steps": 3}, 0),
+        (
+            [*HUNDRED, Total(looped=True, steps=900, nanos=10**12)],
+            {
+                "max_steps": 99,
+                "max_tool_calls": 99,
+                "max_calls_per_tool": {"read": 99},
+                "max_cost_per_session": 99.0,
+            },
+            1,
+        ),
+    ],
+)
+def test_limits_stop_one_percent_without_loops(
+    totals: list[Total], limits: dict[str, Any], stopped: int
+) -> None:
+    found = recommend_limits(totals)
+
+    assert (found["session_limits"], found["stopped"]) == (limits, stopped)
+
+
+@pytest.mark.slow
+def test_printed_limits_are_valid_in_a_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(capsys, "scan", "--limits", str(EXAMPLES))
+    limits = json.loads(run.out[run.out.rindex('{\n  "session_limits"') :])["session_limits"]
+    assert limits.keys() >= {"max_steps", "max_tool_calls", "max_calls_per_tool"}
+    policy = json.loads(Path(find_preset("sessions")).read_text())
+    policy["spec"]["session_limits"] = limits | {"unknown_model": {"input": 15, "output": 75}}
+    (tmp_path / "p.json").write_text(json.dumps(policy))
+
+    assert Run(capsys, "validate", str(tmp_path / "p.json")).code == 0
