@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from enum import Enum
 
 import pytest
 
@@ -13,7 +14,6 @@ from extproc.logs import LogFormat, RateLimit, make_extra, setup
 
 @pytest.fixture(autouse=True)
 def _root_logger() -> Iterator[None]:
-    """Put the root logger back as it was."""
     root = logging.getLogger()
     before = root.handlers[:], root.level
     yield
@@ -73,6 +73,40 @@ def test_json_line_keeps_the_types_of_fields(capsys: pytest.CaptureFixture[str])
         "count": 3,
         "odd": "(1+2j)",
     }
+
+
+Color = Enum("Color", ["RED"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"x-team": "blue", "n": 1}, '{"x-team": "blue", "n": 1}'),
+        ({"x-team": "the\nblue"}, '{"x-team": "the\\nblue"}'),
+        (["a", "b"], '["a", "b"]'),
+        (("a", None), '["a", null]'),
+        ({"b", "a"}, '["a", "b"]'),
+        (frozenset({"a"}), '["a"]'),
+        ({}, "{}"),
+        (True, "true"),
+        (1.5, "1.5"),
+        (3, "3"),
+        ({"of": {"b", "a"}}, '{"of": ["a", "b"]}'),
+        ("plain", "plain"),
+        ("with space", '"with space"'),
+        (Color.RED, '"Color.RED"'),
+    ],
+)
+def test_values_in_logs_are_json_or_plain_text(
+    capsys: pytest.CaptureFixture[str], value: object, text: str
+) -> None:
+    formats: tuple[LogFormat, LogFormat] = ("text", "json")
+    lines = [written(capsys, log_format, "m", labels=value) for log_format in formats]
+
+    assert lines[0].partition("labels=")[2] == f"{text}\n"
+    assert json.loads(lines[1])["labels"] == (
+        json.loads(text) if text[0] in '{["0123456789t' else text
+    )
 
 
 HOSTILE = [

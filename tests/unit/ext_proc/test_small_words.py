@@ -1,15 +1,11 @@
-"""Words that people and programs read: singulars, values in logs, and what a loop is called."""
+"""Words that people and programs read: singulars, and what a loop is called."""
 
 import json
-import logging
-from collections.abc import Iterator
-from enum import Enum
 from typing import Any
 
 import pytest
 
 from extproc.cli.commands.sessions import write_report
-from extproc.logs import LogFormat, make_extra, setup
 from extproc.operator.admin.row_states import count
 from tests.support.budget_policies import serve
 from tests.support.documents import policy
@@ -30,14 +26,6 @@ CALL = (
     b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "search", '
     b'"arguments": {"q": "x"}}}'
 )
-
-
-@pytest.fixture(autouse=True)
-def _root_logger() -> Iterator[None]:
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before
 
 
 # ---- Counts
@@ -126,48 +114,6 @@ def test_reports_and_refusals_use_the_singular() -> None:
     )
     assert "the tool pay was called once in this session" in told(refused)["message"]
     assert "  called 1 time: pay" in write_report({"problem": None, "sessions": [session]})
-
-
-# ---- Values in logs
-
-
-Color = Enum("Color", ["RED"])
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ({"x-team": "blue", "n": 1}, '{"x-team": "blue", "n": 1}'),
-        ({"x-team": "the\nblue"}, '{"x-team": "the\\nblue"}'),
-        (["a", "b"], '["a", "b"]'),
-        (("a", None), '["a", null]'),
-        ({"b", "a"}, '["a", "b"]'),
-        (frozenset({"a"}), '["a"]'),
-        ({}, "{}"),
-        (True, "true"),
-        (1.5, "1.5"),
-        (3, "3"),
-        ({"of": {"b", "a"}}, '{"of": ["a", "b"]}'),
-        ("plain", "plain"),
-        ("with space", '"with space"'),
-        (Color.RED, '"Color.RED"'),
-    ],
-)
-def test_values_in_logs_are_json_or_plain_text(
-    capsys: pytest.CaptureFixture[str], value: object, text: str
-) -> None:
-    lines = [write_line(capsys, log_format, labels=value) for log_format in ("text", "json")]
-
-    assert lines[0].partition("labels=")[2] == f"{text}\n"
-    assert json.loads(lines[1])["labels"] == (
-        json.loads(text) if text[0] in '{["0123456789t' else text
-    )
-
-
-def write_line(capsys: pytest.CaptureFixture[str], log_format: LogFormat, **values: object) -> str:
-    setup(log_format, "info")
-    logging.getLogger("loopguard").warning("m", extra=make_extra(**values))
-    return capsys.readouterr().err
 
 
 # ---- The detector of sessions
