@@ -156,12 +156,15 @@ def _commands(
     program = Path("build/null-go").absolute()
     # Go's installer puts it there, often not in PATH.
     found = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}/usr/local/go/bin"
-    if go := shutil.which("go", path=found):
-        build = [go, "build", "-o", str(program), "."]
-        subprocess.run(build, cwd=Path(__file__).parent / "null_go", check=True)
+    go = shutil.which("go", path=found)
+    build = [go or "", "build", "-o", str(program), "."]
+    if (
+        go
+        and not subprocess.run(build, cwd=Path(__file__).parent / "null_go", check=False).returncode
+    ):
         commands["go"] = [str(program), f"127.0.0.1:{ports['go']}"]
     else:
-        missing["go"] = "Go is not installed"
+        missing["go"] = "go build failed" if go else "Go is not installed"
     if compiled := find_compiled():
         commands["guard"] = guard("guard", compiled)
     else:

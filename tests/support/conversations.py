@@ -265,15 +265,11 @@ def repair(random: Random) -> list[Did]:
     return [turn for change in work(random, 4) for turn in (change, test)]
 
 
-def try_twice(random: Random) -> list[Did]:
-    return [turn for turn in work(random, 4) for _ in range(2)]
-
-
 INNOCENT: list[Callable[[Random], list[Did]]] = [
     lambda random: work(random, 8),
     poll,
     repair,
-    try_twice,
+    lambda random: [turn for turn in work(random, 4) for _ in range(2)],
 ]
 LOOPING: list[Callable[[Random], list[Did]]] = [
     lambda random: get_stuck(random, 1),

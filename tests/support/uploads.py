@@ -48,7 +48,7 @@ def send(port: int, upload: Upload) -> Answer:
         connection.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
         )  # else each piece waits 40 ms for the one before
-        return _send_http2(connection, upload) if upload.http2 else _send_http1(connection, upload)
+        return _Http2(connection, upload).run() if upload.http2 else _send_http1(connection, upload)
 
 
 def _send_http1(connection: socket.socket, upload: Upload) -> Answer:
@@ -160,7 +160,3 @@ class _Http2:
                     self._status = 0
                     return True
         return False
-
-
-def _send_http2(connection: socket.socket, upload: Upload) -> Answer:
-    return _Http2(connection, upload).run()

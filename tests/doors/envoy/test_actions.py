@@ -3,7 +3,7 @@
 import http.client
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,6 @@ from tests.support.harness import PATIENCE, Stack, eventually, stack
 pytestmark = pytest.mark.compiled
 
 on_sources = pytest.mark.sources  # the door is opened on the sources, too
-
-
-def _chunks(data: bytes) -> Iterator[bytes]:
-    for start in range(0, len(data), 60_000):
-        yield data[start : start + 60_000]
 
 
 def _keep_alive(
@@ -59,7 +54,9 @@ def test_third_identical_request_is_refused(
             "/reject/x?b=2&a=1",
             method="POST",
             headers=user,
-            body=_chunks(body) if chunked and body else body,
+            body=(body[at : at + 60_000] for at in range(0, len(body), 60_000))
+            if chunked and body
+            else body,
         ).status
         for _ in range(4)
     ]

@@ -79,10 +79,6 @@ def either(one: Server, client: str) -> Iterator[Driver]:
         yield made
 
 
-def find_keys(driver: Driver, one: Server) -> list[bytes]:
-    return list(one.client().scan_iter(f"*{driver.name('')}*"))
-
-
 # --- URLs, users and passwords
 
 
@@ -649,7 +645,7 @@ def test_all_other_keys_expire(driver: Driver, one: Server) -> None:
         driver.put(kind, driver.name("subject"), "a", b"x", 60)
         driver.put(kind, driver.name("subject"), "b", b"x", 30)
 
-    lives = sorted(one.client().pttl(key) for key in find_keys(driver, one))
+    lives = sorted(one.client().pttl(key) for key in one.client().scan_iter(f"*{driver.name('')}*"))
 
     assert 10_000 < lives[0] <= 11_000
     assert len(lives) == 1 + 2 + 3 * len(KINDS)
