@@ -30,6 +30,7 @@ from extproc.budgets.rule_keys import (
     TokenBucketLlm,
 )
 from extproc.budgets.subject import DOLLAR_UNIT, REQUEST_UNIT, TOKEN_UNIT, BudgetSubject
+from extproc.calendar import Calendar
 from extproc.decision import SEVERITY, Action, Outcome, Reason, RefusalForm
 from extproc.objects import copy_text
 from extproc.request.http import HttpRequest
@@ -45,7 +46,6 @@ from extproc.store.rules.budget import (
     Taken,
     list_arguments,
 )
-from extproc.store.rules.calendar import Calendar
 
 BUDGET: Final = "budget"
 """The guard's name in outcomes."""

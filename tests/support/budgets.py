@@ -8,6 +8,7 @@ from zoneinfo import ZoneInfo
 
 from hypothesis import strategies as st
 
+from extproc.calendar import Calendar
 from extproc.store.rules.budget import (
     BREAKER,
     BUCKET,
@@ -18,7 +19,6 @@ from extproc.store.rules.budget import (
     Take,
     Taken,
 )
-from extproc.store.rules.calendar import Calendar
 from tests.support.records import replace
 from tests.support.servers import Driver
 

@@ -14,8 +14,8 @@ from tests.support.rooms import list_imports
 
 IMPORTED = {
     "": """
-        apis bounded build decision detectors errors logs memory metrics objects options pb reload
-        server settings sockets store
+        apis bounded build calendar decision detectors errors logs memory metrics objects options pb
+        reload server settings sockets store
     """,
     "apis": """
         api bedrock contents conversation excerpt json_rpc lengths locate messages places usage
@@ -85,7 +85,7 @@ IMPORTED = {
         remote replicas rules scripts shard side_connections topology
     """,
     "store/rules": """
-        back_to_back budget calendar chain documents ring root session take_back tree windows
+        back_to_back budget chain documents ring root session take_back tree windows
     """,
     "transport": """
         acceptor fast grpc grpcio headers health http2 tls

@@ -23,7 +23,7 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
-from extproc.store.rules.calendar import Calendar
+from extproc.calendar import Calendar
 
 BUCKET: Final = 0
 PERIOD: Final = 1

@@ -71,7 +71,11 @@ class Night:
 
     def read_loops(self) -> list[dict[str, dict[str, Any]]]:
         return [
-            {loop["descriptors"]["x-user-id"]: loop for loop in list_loops(replica.ask("/loops"))}
+            {
+                loop["descriptors"]["x-user-id"]: loop
+                for loop in list_loops(replica.ask("/loops"))
+                if loop["descriptors"]  # a replica may have hidden them a moment ago
+            }
             for replica in self.made.replicas
         ]
 
@@ -196,7 +200,7 @@ def test_sigusr1_hides_and_shows_callers_on_one_replica(night: Night) -> None:
         first.wait_for(f"SIGUSR1: {wait}")
 
         assert {loop["descriptors"] is None for loop in list_loops(first.ask("/loops"))} == hidden
-        assert {loop["descriptors"] is None for loop in list_loops(second.ask("/loops"))} <= {False}
+        assert any(loop["descriptors"] for loop in list_loops(second.ask("/loops")))
 
 
 def test_orders_and_loops_are_webhook_events(night: Night) -> None:
