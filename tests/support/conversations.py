@@ -41,7 +41,9 @@ class Habit(NamedTuple):
         turns: number of the newest turns sent; 0 for all.
         messages: the same in messages, whatever the first one is.
         opening: messages before the first turn are sent, too.
+        first: number of the oldest turns that are sent before these.
         kept: number of the newest results sent in full; 0 for all.
+        older: characters of other results that are sent; 0 for a placeholder, -1 for no result.
         renews: each request has new ids.
         cuts: only the newest message has thoughts.
         retries: number of times a request may be repeated.
@@ -50,10 +52,20 @@ class Habit(NamedTuple):
     turns: int = 0
     messages: int = 0
     opening: bool = True
+    first: int = 0
     kept: int = 0
+    older: int = 0
     renews: bool = False
     cuts: bool = False
     retries: int = 0
+
+    def shorten(self, results: tuple[str, ...]) -> tuple[str, ...]:
+        """Older results, as this client sends them."""
+        if self.older < 0:
+            return ()
+        return tuple(
+            [f"{each[: self.older]}..." if self.older else "[cleared]" for each in results]
+        )
 
 
 HABITS = {
@@ -63,6 +75,10 @@ HABITS = {
     "newest result kept": Habit(kept=1),
     "newest 2 results kept": Habit(kept=2),
     "2 kept, retries, ids anew, cut": Habit(kept=2, renews=True, cuts=True, retries=2),
+    "older results cut": Habit(kept=1, older=8),
+    "newest 2 results, no others": Habit(kept=2, older=-1),
+    "newest observation only": Habit(kept=1, older=-1),
+    "first 2 and last 4 turns": Habit(first=2, turns=4),
     **{f"last {count} turns": Habit(turns=count) for count in range(3, 9)},
     "last 3 turns, no opening": Habit(turns=3, opening=False),
     "last 5 turns, no opening, retries": Habit(turns=5, opening=False, retries=2),
@@ -107,13 +123,15 @@ class Run:
             turns = [
                 turn
                 if place >= count - habit.kept
-                else turn._replace(results=("[cleared]",) * len(turn.results))
+                else turn._replace(results=habit.shorten(turn.results))
                 for place, turn in enumerate(turns)
             ]
         if habit.renews:
             first = 3 * random.randrange(10**6)
             turns = [turn._replace(number=first + place) for place, turn in enumerate(turns, 1)]
-        document = self._write(turns[-habit.turns :] if habit.turns else turns)
+        if habit.turns and count > habit.first + habit.turns:
+            turns = turns[: habit.first] + turns[-habit.turns :]
+        document = self._write(turns)
         if habit.cuts:
             _cut_thoughts(document)
         if habit.messages or not habit.opening:

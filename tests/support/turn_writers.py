@@ -291,8 +291,9 @@ def as_text(turns: Sequence[Did], style: Callable[[Did], str]) -> dict[str, Any]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}]
     for turn in turns:
         messages.append({"role": "assistant", "content": style(turn)})
-        said = "\n".join([*turn.results, turn.user]) if turn.user else "\n".join(turn.results)
-        messages.append({"role": "user", "content": said})
+        said = [*turn.results, turn.user] if turn.user else turn.results
+        if said:
+            messages.append({"role": "user", "content": "\n".join(said)})
     return {"model": "m", "messages": messages}
 
 
@@ -322,7 +323,8 @@ def as_observed(turns: Sequence[Did]) -> dict[str, Any]:
         messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
         said = "\n".join([*turn.results, turn.user])
-        messages.append(
-            {"role": "user", "content": f"[Current state]\n{said}\nCurrent step: {number}/20"}
-        )
+        if turn.results or turn.user:
+            messages.append(
+                {"role": "user", "content": f"[Current state]\n{said}\nCurrent step: {number}/20"}
+            )
     return {"model": "m", "messages": messages}
