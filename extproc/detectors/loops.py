@@ -2,7 +2,7 @@
 
 A turn is one assistant message (without its thoughts), and everything after it up to the next one:
 results of tools, observations, the user's words. Two turns are equal if both parts are. With a
-threshold t, the newest turn is part of a loop by one of six rules:
+threshold t, the newest turn is part of a loop by one of these rules:
 
 - REPEAT: t of the last 2t + 4 turns equal it, itself included, and at most t - 2 turns between the
   first and the last of these are new (more than thoughts, and not seen before in the turns read).
@@ -21,6 +21,9 @@ threshold t, the newest turn is part of a loop by one of six rules:
   repaired something; the failure is not temporary, and reads fail with equal actions. It gets a
   note at most. A turn that only reads or thinks, equals an older one, or fails like one, repairs
   nothing.
+- SAME_CHANGE: the last max(5, t) actions are the same change, with arguments of 60 bytes or more,
+  whatever their results. It gets a note at most. A ring has no lengths, so the request must show
+  these actions.
 
 Only turns after a person's newest message are read. Such a message does not answer a call or an
 action, and occurs only once, digits aside; repeated messages are a program's. If a turn only reads,
@@ -91,11 +94,16 @@ ERROR: Final = "error"
 TALK: Final = "talk"
 NOTHING_NEW: Final = "nothing_new"
 SIMILAR_ERROR: Final = "similar_error"
+SAME_CHANGE: Final = "same_change"
 """The rules; RESULT is REPEAT for unknown actions."""
 
 _MIN_SIMILAR: Final = 6
 _MORE_SIMILAR: Final = 4
 _MIN_UNREPAIRED: Final = 8
+_MIN_CHANGES: Final = 5
+_LONG_ARGUMENTS: Final = 60
+"""For SAME_CHANGE: the minimum number of turns, and of bytes; moves and clicks have fewer."""
+
 _MIN_TALK: Final = 10
 _FEWEST_WORDS: Final = 8
 """Minimum number of turns for TALK, and number of words below which it gets a note at most."""
@@ -498,13 +506,19 @@ class TurnRule:
             found = self._repeat(history, newest, limit, again)
         if found is None:
             found = self._error(history, newest, limit) or self._talk(history, newest, limit)
-        if found is None and self._notes and again and again[0] <= self._max_cycle:
+        return self._find_note(history, newest, limit, again) if found is None else found
+
+    def _find_note(
+        self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]
+    ) -> Repeat | None:
+        """The loop that gets a note at most."""
+        found = None
+        if self._notes and again and again[0] <= self._max_cycle:
             found = self._nothing_new(history, limit)
-        return (
-            self._similar_error(history, limit)
-            if found is None and self._notes and newest.failed
-            else found
-        )
+        if self._notes and found is None:
+            similar = self._similar_error if newest.failed else self._same_change
+            found = similar(history, limit)
+        return found
 
     def _repeat(
         self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]
@@ -727,6 +741,28 @@ class TurnRule:
             ):
                 return seen[:place]
         return seen
+
+    def _same_change(self, history: History, limit: Limit) -> Repeat | None:
+        """The loop (a note only) if the last actions are the same long change."""
+        count, newest = max(_MIN_CHANGES, limit.threshold), history.at(0)
+        if not isinstance(newest, Turn) or not newest.evidence & CHANGES:
+            return None
+        size = newest.did.size - sum([len(name) for name in newest.names])
+        if size < _LONG_ARGUMENTS or history.at(count - 1) is None:
+            return None
+        if any(not same_action(newest, turn) for turn in history.newest(count)):
+            return None
+        found = Repeat(
+            newest.names,
+            count,
+            count,
+            count,
+            results=True,
+            reason=limit.reason,
+            rule=SAME_CHANGE,
+            strength=WEAK,
+        )
+        return found._replace(held=True, notes_only=True)
 
     def spell(self, turn: AnyTurn) -> bytes:
         """All of a turn that is compared, for a fingerprint."""

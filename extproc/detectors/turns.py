@@ -26,6 +26,7 @@ from extproc.detectors.loops import (
     NOTHING_NEW,
     REPEAT,
     RESULT,
+    SAME_CHANGE,
     SIMILAR_ERROR,
     TALK,
     USUAL_TURNS,
@@ -514,6 +515,11 @@ def _explain_nothing_new(repeat: Repeat) -> tuple[str, str]:
     return what, "an action that was not tried yet, or a different result"
 
 
+def _explain_same_change(repeat: Repeat) -> tuple[str, str]:
+    what = f"the same change was made {repeat.count} times in a row{_list_tried(repeat)}"
+    return what, "a look at what these changes have done, or another action"
+
+
 def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
     what = (
         f"the prompt begins {repeat.count} times with the same words, because each attempt "
@@ -535,6 +541,7 @@ _EXPLAIN = {
     TALK: _explain_talk,
     NOTHING_NEW: _explain_nothing_new,
     SIMILAR_ERROR: _explain_similar_error,
+    SAME_CHANGE: _explain_same_change,
     NESTED_PROMPT: _explain_nested_prompt,
     REPEATED_ENDING: _explain_repeated_ending,
 }

@@ -339,6 +339,25 @@ PROGRESS: dict[str, Family] = {
     ),
     "other errors each time": several_errors,
     "what is watched": watched,
+    # Steps of a game, whose tools have long names, and commands that watch something.
+    "the same step, with news": cross(
+        [
+            "move_the_robot_arm_by_one_step_in_the_direction_that_it_faces",
+            "add_one_more_item_to_the_basket_of_the_customer_who_is_here",
+            "mcp__simulation_of_a_city_with_many_people__set_clock_forward",
+            "bash",
+            "terminal",
+            "python",
+        ],
+        ["%d of 40", "%d steps are done", '{"left": %d}', "tick no. %d", "day %d, no rain"],
+        lambda tool, result: each(
+            lambda at: (
+                call(tool, result % at, at, by=1)
+                if len(tool) > 40
+                else call(tool, result % at, at, command="curl -s http://ci/runs/7 | jq .jobs " * 2)
+            )
+        ),
+    ),
     "long looks": cross(
         ["get_status", "query", "search_logs", "mcp__db__list_rows", "fetch", "read_file"],
         ["%d rows", "state %d of 40", '{"left": %d}', "page %d", "the newest entry is no. %d"],
@@ -472,8 +491,12 @@ LOOPS: dict[str, Family] = {
         lambda tool, error: each(lambda n: read_between(tool, error, n), 30),
     ),
     "a circle with one new step in eight": cross(_TOOLS, "12345", wander),
-    "the same change, and the file grows": stick(
+    "the same change, and the file grows": cross(
+        ["edit", "insert", "str_replace", "append_file", "apply_patch", "mcp__disk__write_text"],
         ["import os", "# a comment", "return None", "x = 1", "pass"],
-        lambda tool, text, n: call(tool, f"The file has {n} lines.", n, insert=f"{text}\n" * 9),
+        lambda tool, text: each(
+            lambda n: call(tool, f"The file has {n} lines.", n, insert=f"{text}\n" * 12),
+            LOOP_TURNS,
+        ),
     ),
 }

@@ -21,6 +21,7 @@ _WORDS = re.compile(r"Loop detected: (.*?)(?:, so this request was refused)?\. (
 _RULES = {
     " rounds of ": "cycle",
     ", but for numbers": "similar_error",
+    " change was made ": "same_change",
     " results were the same error": "error",
     " turns returned the same result": "result",
     "the prompt begins ": "nested_prompt",

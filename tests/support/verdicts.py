@@ -170,6 +170,7 @@ def _is_noted(seen: list[Turn], rules: Rules) -> bool:
         _fails_alike(seen, max(6, own))
         or _repairs_nothing(seen, max(8, own), rules)
         or _brings_nothing_new(seen, rules)
+        or _changes_alike(seen[-max(5, own) :], max(5, own))
         or _only_talks(seen, own)
     )
 
@@ -207,6 +208,15 @@ def _repairs_nothing(turns: list[Turn], times: int, rules: Rules) -> bool:
         ):
             break
     return count >= times
+
+
+def _changes_alike(last: list[Turn], times: int) -> bool:
+    return (
+        len(last) == times
+        and len({turn.action for turn in last}) == 1
+        and len(last[-1].argument) > 60
+        and last[-1].role == CHANGES
+    )
 
 
 def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:

@@ -100,7 +100,9 @@ def test_progress_is_allowed(family: Family) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["the same error in every third turn"])
+@pytest.mark.parametrize(
+    "kind", ["the same error in every third turn", "the same change, and the file grows"]
+)
 def test_weakest_loops_are_only_steered(kind: str) -> None:
     variants = LOOPS[kind]()
     acted = [act(variant, writes(variant, number)) for number, variant in enumerate(variants[::3])]
