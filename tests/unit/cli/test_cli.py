@@ -358,6 +358,23 @@ EXPLAINED: dict[
         ["h/"],
         [{"decision": f"{THEN}reject with 429, or 400 for clients that retry that (Retry-…"}],
     ),
+    "back to back": (
+        anywhere(window_type="back_to_back", window_seconds=2, cooldown_seconds=90),
+        ["h/"],
+        [
+            {
+                "decision": (
+                    f"{THEN}reject with 429 (Retry-After: 90); window back_to_back, 2 s; the body "
+                    "has neither tools nor a turn of the assistant, so it is refused from 256 on"
+                )
+            }
+        ],
+    ),
+    "in place of back to back": (
+        anywhere(window_type="sliding_log", only_without_entries=True),
+        ["h/"],
+        [{"decision": "…window sliding_log, 60 s, while no access log entries arrive"}],
+    ),
     "shadow": (
         anywhere(mode="shadow", window_type="fixed"),
         ["h/"],
