@@ -24,8 +24,8 @@ PACKED = {
 
 
 def test_every_rule_has_python_and_lua() -> None:
-    """`windows` has two scripts, `roots` asks `root` for many agents, `budget` uses `calendar`."""
-    rules = {path.stem for path in RULES.glob("*.py")} - {"__init__", "calendar"}
+    """`windows` has two scripts, and `roots` asks `root` for many agents."""
+    rules = {path.stem for path in RULES.glob("*.py")} - {"__init__"}
     assert sorted(rules - {"windows"} | {"tally", "sliding_log", "roots"}) == SCRIPTS
     assert "windows" in rules
 
