@@ -62,6 +62,7 @@ mistaken for it."""
 
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _SUFFIX: Final = b"suffix"
+_ANSWER: Final = b"answer"
 
 
 class CallFacts:
@@ -132,7 +133,11 @@ class ChainPlace:
             message.
         near: how many of these are within the newest turn, or directly before it.
         own: the last two turns; empty if there are fewer.
-        before: the two turns before the newest; empty if there are fewer.
+        before: the two turns before the newest; empty if there are fewer. If `answer` is given, it
+            only shows that the conversation has gone on: the turn before the newest, or the node of
+            a window without the user's first message.
+        answer: the newest of two turns, or a single one without the user's first message; else
+            empty.
         depth: number of turns.
     """
 
@@ -160,6 +165,10 @@ class ChainPlace:
             if known is not None and known.depth == count - 1
             else _link_last_two(turns, count - 1)
         )
+        self.answer = b""
+        if count == 2 or (count == 1 and not first_words):  # noqa: PLR2004
+            self.answer = digest(_ANSWER + turns[-1].hash, _ID)
+            self.before = digest(_ANSWER + turns[0].hash, _ID) if count > 1 else self.node
         newest = len(turns[-1].hashes) if turns else 0
         self.parents = links[-2 : -2 - _MOST_PARENTS : -1]
         if newest > _MOST_PARENTS:

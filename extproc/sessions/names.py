@@ -237,6 +237,7 @@ class Chains:
             place.near,
             f"{start}{place.before.hex()}{end}" if place.before else "",
             f"{start}{place.own.hex()}{end}" if place.own else "",
+            f"{start}{place.answer.hex()}{end}" if place.answer else "",
             f"{self._start}{detector}:{scope}:*{end}",
             place.node[:_DIGEST],
             entry,

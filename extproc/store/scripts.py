@@ -274,11 +274,14 @@ def push_call(pushed: AnyPush, now: int | None = None) -> ScriptCall:
         return ScriptCall(
             _RING, pushed, (pushed.entry, pushed.request, pushed.size, pushed.ttl_ms, moment)
         )
-    others = (pushed.usage, pushed.before or pushed.key, pushed.own or pushed.key, *pushed.parents)
-    given = (len(pushed.parents), pushed.near, int(pushed.before != ""), int(pushed.own != ""))
-    arguments = (
+    key, parents = pushed.key, pushed.parents
+    ends = (pushed.before, pushed.own, pushed.answer)
+    others = (pushed.usage, *[end or key for end in ends], *parents)
+    arguments: tuple[int | bytes, ...] = (
         pushed.node,
-        *given,
+        len(parents),
+        pushed.near,
+        *[int(end != "") for end in ends],
         pushed.entry,
         pushed.ttl_ms,
         pushed.most,

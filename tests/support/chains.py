@@ -26,7 +26,7 @@ def make_link(
     sent: Sent, *, caller: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int
 ) -> ChainLink:
     turns = [Spoken([_widen(message) for message in turn.split("+")], []) for turn in sent.shown]
-    place = ChainPlace(_widen(sent.first), turns)
+    place = ChainPlace(_widen(sent.first) if sent.first else b"", turns)
     entry = sent.entry.encode() if sent.shown else b""
     return chains.make_link("default", "", caller, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields
 
@@ -95,7 +95,7 @@ def interleave(
 _MESSAGES = st.sampled_from(["a", "b", "a+b", "b+a+c"])
 _SENT = st.builds(
     Sent,
-    st.sampled_from(["u", "v"]),
+    st.sampled_from(["u", "v", ""]),
     st.lists(_MESSAGES, max_size=5).map(tuple),
     st.sampled_from(["x", "y", "z" * 64]),
 )
@@ -106,7 +106,7 @@ STEPS = st.lists(
 )
 
 
-KEYS = ("key", "before", "own", "usage")
+KEYS = ("key", "before", "own", "answer", "usage")
 
 
 def place_link(store: Driver, link: ChainLink) -> ChainLink:

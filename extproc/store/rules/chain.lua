@@ -1,11 +1,11 @@
 -- chain: adds a turn to each of several conversations, which are identified by the history in their requests.
 --
--- KEYS     for each turn, all in one hash slot: its node, the caller's usage, its parent's suffix and its own (the node's key if
---          there is none), and its possible parents, longest history first. A single turn may come with its first key only; then
---          it begins a conversation, and nothing is charged
--- ARGV     for each turn, or once if they are the same for all, ten values: the node (8 bytes), the number of parents, how many
---          of these are near, whether there is a suffix of the parent and of the node (1 or 0 for each), the entry, ttl_ms, most
---          (bytes), the fresh name, now_ms (-1: the server's clock)
+-- KEYS     for each turn, all in one hash slot: its node, the caller's usage, its parent's suffix, its own and its answer (the
+--          node's key if there is none), and its possible parents, longest history first. A single turn may come with its first
+--          key only; then it begins a conversation, and nothing is charged
+-- ARGV     for each turn, or once if they are the same for all, eleven values: the node (8 bytes), the number of parents, how
+--          many of these are near, whether there is a suffix of the parent, one of the node, and an answer (1 or 0 for each), the
+--          entry, ttl_ms, most (bytes), the fresh name, now_ms (-1: the server's clock)
 -- returns  for each turn a byte of flags (1 whole, 4 dropped, 8 named), the name if there is one, and its conversation's entries,
 --          each with a byte for its length
 --
@@ -17,8 +17,8 @@ local HEAD, HEAD_SIZE = '>BBI8I4I4c8c8c8BBc8B', 53
 local USAGE, USAGE_SIZE = '>BBI8I4I8', 22
 local MAX_ENTRIES, MAX_RETRIES, MAX_RUNS = 32, 3, 255
 local CUT_MS, FIRST_MS, OVERHEAD, GARBAGE_MS = 120000, 600000, 128, 1000
-local WHOLE, AMBIGUOUS, DROPPED, NAMED = 1, 2, 4, 8
-local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 10, 4 -- the keys beside the parents
+local WHOLE, AMBIGUOUS, DROPPED, NAMED, CONTINUED = 1, 2, 4, 8, 16
+local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 11, 5 -- the keys beside the parents
 local NAME, MAX_NAMES = 8, 32
 
 local clock = redis.call('TIME')
@@ -56,6 +56,7 @@ local function write(key, k)
   redis.call('SET', key, head .. k.names .. k.entries, 'PX', k.life + GARBAGE_MS)
 end
 
+local function measure(k) return OVERHEAD + HEAD_SIZE + #k.names + #k.entries end
 local function claim(k) k.runs = math.max(k.runs - 1, 0) end
 local function stand(k) k.runs = math.min(k.runs + 1, MAX_RUNS) end
 
@@ -131,9 +132,9 @@ local function is_retry(node, base, entry)
   return node.retries < MAX_RETRIES and leave_common(node.entries, add(base.entries, entry)) == node.entries
 end
 
-local function repeat_turn(node, before, entry) -- and its entries
-  if node.retries < MAX_RETRIES then
-    node.retries = node.retries + 1
+local function repeat_turn(node, before, entry, is_continued) -- and its entries
+  if node.retries < MAX_RETRIES or not is_continued then
+    node.retries = math.min(node.retries + 1, MAX_RETRIES)
     local _, newest = count_entries(node.entries)
     local entries = string.sub(node.entries, 1, newest - 1) .. string.char(#entry) .. entry
     if newest < #node.entries then node.entries = entries end
@@ -170,20 +171,25 @@ local function charge(key, cost, most, window, now)
   return true
 end
 
-local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, most, fresh, now)
+local function follow(keys, id, is_root, near, has_before, has_own, has_answer, entry, ttl, most, fresh, now)
   local node, before, own = open(keys[1], now), has_before and open(keys[3], now) or nil, nil
+  if has_own then
+    if has_before and keys[3] == keys[4] then own = before else own = open(keys[4], now) end
+  end
+  local is_own = (has_own and keys[3] == keys[4]) or (has_answer and keys[3] == keys[5])
+  if before and is_own and before.depth <= 1 and before.writer == id then before = nil end
+  local is_continued = before ~= nil
+  if has_answer then before = nil end
   local known, parent, parent_key = before and not has(before.flags, AMBIGUOUS), nil, nil
   for place = WIDTH + 1, known and math.min(WIDTH + near, #keys) or #keys do
     parent, parent_key = open(keys[place], now), keys[place]
     if parent then break end
   end
-  if has_own then
-    if has_before and keys[3] == keys[4] then own = before else own = open(keys[4], now) end
-  end
+  is_continued = is_continued or parent ~= nil or (node ~= nil and has(node.flags, CONTINUED))
   local claims, first = parent and parent.runs > 0, math.min(FIRST_MS, ttl)
   local linked = known and not parent
   local base = linked and before or parent
-  local is_new, begins, cost, changed, shown = not node, false, 0, {}, nil
+  local is_new, begins, changed, shown = not node, false, {}, nil
   local name, comes, forks = '', false, false
   if fresh ~= '' then name, comes, forks = find_name(node, parent, before, is_root, entry, fresh) end
   if is_root then
@@ -192,7 +198,7 @@ local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, 
       node.life = first
     end
   elseif node and (forks or is_retry(node, base, entry)) then
-    shown = not forks and repeat_turn(node, before, entry) or nil
+    shown = not forks and repeat_turn(node, before, entry, is_continued) or nil
   else
     local stood = node
     if base then
@@ -224,6 +230,7 @@ local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, 
     end
   end
   stand(node)
+  if is_continued and not has(node.flags, CONTINUED) then node.flags = node.flags + CONTINUED end
   if comes then
     if parent and take(parent, name) then changed[#changed + 1] = { parent_key, parent } end
     if before and take(before, name) then changed[#changed + 1] = { keys[3], before } end
@@ -231,12 +238,18 @@ local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, 
   if name ~= '' and (comes or node.names ~= '') then give(node, name) end
   node.last = now
   changed[#changed + 1] = { keys[1], node }
-  if is_new then cost = OVERHEAD + HEAD_SIZE + #node.names + #node.entries end
+  local cost = measure(node)
   if has_own then
     local suffix = make_suffix(own, node, id)
     suffix.last, suffix.life = now, node.depth > 1 and ttl or node.life
     changed[#changed + 1] = { keys[4], suffix }
-    cost = cost * 2
+    cost = cost + measure(suffix)
+  end
+  if has_answer then
+    local answer = make(AMBIGUOUS, 0, id, id, '')
+    answer.last, answer.life = now, node.life
+    changed[#changed + 1] = { keys[5], answer }
+    cost = cost + measure(answer)
   end
   if not begins then
     cost, most = math.floor(cost * CUT_MS / FIRST_MS), most * 2
@@ -251,13 +264,14 @@ end
 local single, answers, first = #KEYS == 1, {}, 0
 while first < #KEYS do
   local at = #ARGV == ARGUMENTS and 0 or #answers * ARGUMENTS
-  local width, keys, now = single and 1 or WIDTH + ARGV[at + 2], {}, tonumber(ARGV[at + 10])
+  local width, keys, now = single and 1 or WIDTH + ARGV[at + 2], {}, tonumber(ARGV[at + 11])
   for place = 1, width do keys[place] = KEYS[first + place] end
   first = first + width
   if now == -1 then now = server_now end
   local is_root, near = ARGV[at + 2] == '0', tonumber(ARGV[at + 3])
+  local has_answer = not single and ARGV[at + 6] == '1'
   local has_before, has_own = not single and ARGV[at + 4] == '1', not single and ARGV[at + 5] == '1'
-  local entry, ttl, most, fresh = ARGV[at + 6], tonumber(ARGV[at + 7]), tonumber(ARGV[at + 8]), ARGV[at + 9]
-  answers[#answers + 1] = follow(keys, ARGV[at + 1], is_root, near, has_before, has_own, entry, ttl, most, fresh, now)
+  local entry, ttl, most, fresh = ARGV[at + 7], tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]), ARGV[at + 10]
+  answers[#answers + 1] = follow(keys, ARGV[at + 1], is_root, near, has_before, has_own, has_answer, entry, ttl, most, fresh, now)
 end
 return answers

@@ -10,6 +10,10 @@
 Conversations that are equal so far share one node, which counts them in `runs`; each child takes
 over one of them. An entry is empty if its result differs between these conversations.
 
+An equal request is a retry. After `MAX_RETRIES`, it is a turn of a client that shows only its last
+messages, but only if its conversation is known from another node: first requests of runs with the
+same examples are equal, too.
+
 If names are requested, each conversation has one. A request without history gets a fresh name,
 which is queued at its node. A child takes the oldest name in the queue of its parent, or else of
 its suffix. If both are empty, an equal request is a
@@ -51,7 +55,7 @@ _unpack_head: Final = _HEAD.unpack_from
 _pack_usage: Final = _USAGE.pack
 _unpack_usage: Final = _USAGE.unpack
 _unpack_times: Final = struct.Struct(">xxQI").unpack_from
-_WHOLE, _AMBIGUOUS, _DROPPED, _NAMED = 1, 2, 4, 8
+_WHOLE, _AMBIGUOUS, _DROPPED, _NAMED, _CONTINUED = 1, 2, 4, 8, 16
 _NAME: Final = 8
 _NONE: Final = bytes(_NAME)
 
@@ -64,8 +68,11 @@ class ChainLink(NamedTuple):
         parents: keys of possible parents, longest history first; empty for a request without
             history.
         near: how many of these lack only messages of the newest turn.
-        before: key of the parent's suffix; empty if it has fewer than two messages.
+        before: key of the parent's suffix; empty if it has fewer than two messages. If `answer` is
+            given, its value links no conversations, but shows that one has gone on.
         own: key of the node's suffix; empty if it has fewer than two messages.
+        answer: key of a value that shows the next request's conversation to have gone on; empty if
+            `own` suffices.
         usage: key of the caller's memory usage.
         node: 8 bytes that identify the node.
         entry: up to 64 bytes, or 8 if names are requested; not used for a request without history.
@@ -81,6 +88,7 @@ class ChainLink(NamedTuple):
     near: int
     before: str
     own: str
+    answer: str
     usage: str
     node: bytes
     entry: bytes
@@ -109,7 +117,7 @@ class _Knot:
     """The state of a node, or of a suffix.
 
     Attributes:
-        flags: whether it is whole, or ambiguous.
+        flags: whether it is whole, ambiguous, or known from another node.
         last: when it was written, in milliseconds.
         life: its lifetime after that, in milliseconds.
         depth: number of all entries up to here.
@@ -156,6 +164,11 @@ class _Knot:
         )
         return head + self.names + self.entries
 
+    @property
+    def size(self) -> int:
+        """Bytes that a caller is charged for it."""
+        return OVERHEAD + _HEAD_SIZE + len(self.names) + len(self.entries)
+
     def add(self) -> None:
         self.runs = min(self.runs + 1, _MAX_RUNS)
 
@@ -183,13 +196,14 @@ Write = Callable[[str, bytes, int], None]
 
 def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
-    node, before = _read(read, asked.key, now), _read(read, asked.before, now)
+    node = _read(read, asked.key, now)
+    own, before, continued = _find_suffixes(read, asked, now)
     known = before is not None and not before.flags & _AMBIGUOUS
     parent_key, parent = _find_parent(
         read, asked.parents[: asked.near] if known else asked.parents, now
     )
-    own = before if asked.own == asked.before else _read(read, asked.own, now)
     linked = known and parent is None
+    continued |= parent is not None or (node is not None and node.flags & _CONTINUED != 0)
     is_new = begins = node is None
     name, comes, forks = (
         _find_name(node, parent, before, asked) if asked.fresh else (b"", False, False)
@@ -199,10 +213,11 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     if not asked.parents:
         node = _begin(node, asked)
     elif node is not None and (forks or _is_retry(node, before if linked else parent, asked.entry)):
-        ours = b"" if forks else _repeat(node, before, asked)
+        ours = b"" if forks else _repeat(node, before, asked, continued=continued)
     else:
         node, ours, begins, changed = _advance(node, parent_key, parent, before, asked, now)
     node.add()
+    node.flags |= _CONTINUED if continued else 0
     if comes:
         for key, knot in ((parent_key, parent), (asked.before, before)):
             if knot is not None and knot.take(name):
@@ -211,17 +226,30 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
         node.give(name)
     node.last = now
     changed[asked.key] = node
-    cost = OVERHEAD + _HEAD_SIZE + len(node.names) + len(node.entries) if is_new else 0
-    if asked.own:
-        suffix = _make_suffix(own, node, asked)
-        suffix.last, suffix.life = now, asked.ttl_ms if node.depth > 1 else node.life
-        changed[asked.own] = suffix
-        cost *= 2
+    ends = _make_ends(own, node, asked, now)
+    cost = sum([knot.size for knot in (node, *ends.values())])
+    changed |= ends
     dropped = is_new and not _charge(read, write, asked, cost, now, begins=begins)
     if not dropped:
         for key, knot in changed.items():
             write(key, knot.pack(), knot.life)
     return Trail(split_entries(ours or node.entries), node.flags & _WHOLE != 0, dropped, name)
+
+
+def _find_suffixes(
+    read: Read, asked: ChainLink, now: int
+) -> tuple[_Knot | None, _Knot | None, bool]:
+    """The suffixes of the node and of its parent; whether one shows that a conversation goes on."""
+    before = _read(read, asked.before, now)
+    own = before if asked.own == asked.before else _read(read, asked.own, now)
+    if (
+        before is not None
+        and before.depth <= 1
+        and before.writer == asked.node
+        and asked.before in (asked.own, asked.answer)
+    ):
+        before = None  # written by equal requests, in which the last answers are equal, too
+    return own, None if asked.answer else before, before is not None
 
 
 def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _Knot | None]:
@@ -324,10 +352,10 @@ def _leave_common(one: bytes, other: bytes) -> bytes:
     return b"".join([bytes((len(entry),)) + entry for entry in kept[::-1]])
 
 
-def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
+def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink, *, continued: bool) -> bytes:
     """Count a retry or, after `MAX_RETRIES`, another turn at the same node; returns the entries."""
-    if node.retries < MAX_RETRIES:
-        node.retries += 1
+    if node.retries < MAX_RETRIES or not continued:
+        node.retries = min(node.retries + 1, MAX_RETRIES)
         # A conversation's first node has no entries.
         *older, newest = split_records(node.entries, 0) or [b""]
         entries = _add(b"".join(older), asked.entry)
@@ -343,6 +371,18 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
     base = before if before is not None and goes_on else node
     node.entries, node.depth = _add(base.entries, asked.entry), base.depth + 1
     return node.entries
+
+
+def _make_ends(old: _Knot | None, node: _Knot, asked: ChainLink, now: int) -> dict[str, _Knot]:
+    """The new suffix of a node, and its answer, by key; `old` is the suffix until now."""
+    ends: dict[str, _Knot] = {}
+    if asked.own:
+        ends[asked.own] = suffix = _make_suffix(old, node, asked)
+        suffix.last, suffix.life = now, asked.ttl_ms if node.depth > 1 else node.life
+    if asked.answer:
+        ends[asked.answer] = answer = _Knot(_AMBIGUOUS, 0, asked.node, asked.node, b"")
+        answer.last, answer.life = now, node.life
+    return ends
 
 
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:

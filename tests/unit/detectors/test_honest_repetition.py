@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-import extproc
-from extproc.detectors import make_similarity
 from extproc.engine.plan import Detector
-from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.store.rules.windows import UNCOUNTED
 from tests.support.families import (
@@ -27,20 +22,10 @@ from tests.support.families import (
     call,
     make_loop,
 )
+from tests.support.preset import AGENTS, make_detector
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
 
-PRESET = json.loads((Path(extproc.__file__).parent / "policy/presets/agents.json").read_text())[
-    "spec"
-]["loop_detection"][0]
 WRITTEN = ["chat", "anthropic", "responses", "text"]
-
-
-def make_detector(**more: Any) -> Detector:  # noqa: ANN401  # keys of loop_detection
-    loop = LoopDetection.model_validate(PRESET | more)
-    return Detector("agents", "turns", loop, make_similarity(loop), shadow=False, namespace="")
-
-
-AGENTS = make_detector()
 
 
 def write_text(turn: Did) -> str:
