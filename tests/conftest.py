@@ -1,7 +1,5 @@
 """Settings for all tests, and which build each runs on."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import re

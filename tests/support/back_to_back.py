@@ -1,7 +1,5 @@
 """Requests that follow each other, or not: what they count, by definition; and families of them."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate

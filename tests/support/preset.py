@@ -1,7 +1,5 @@
 """The detector of the preset `agents`, alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Memos and LRU caches are bounded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """Log lines, and the limit on their rate."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The memory limit of the process, and that it is respected."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

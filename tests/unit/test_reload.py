@@ -1,7 +1,5 @@
 """Policies change while the server runs; an invalid change keeps the last good ones."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

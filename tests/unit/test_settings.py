@@ -1,7 +1,5 @@
 """Settings come from a flag, else the environment, else the default."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 

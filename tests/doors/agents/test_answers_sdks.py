@@ -1,7 +1,5 @@
 """What programs get from the real SDKs when a request is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -4,8 +4,6 @@ The preset `agents` is used with nothing but an API key: each key is a caller, a
 conversation.
 """
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,7 +1,5 @@
 """Agents on the real SDKs that loop or make progress, through the real Envoy and two Loopguards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 

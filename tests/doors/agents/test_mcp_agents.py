@@ -1,7 +1,5 @@
 """Agents that call tools over HTTP, with real MCP SDKs on both sides of Envoy and Loopguard."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

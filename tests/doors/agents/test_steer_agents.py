@@ -1,7 +1,5 @@
 """Stuck agents of every API and framework get a note; those that follow it finish their task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Coroutine tests, on the event loop of the fixture `runner` or on a plain one."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How connections are accepted, over real sockets and on both event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import resource

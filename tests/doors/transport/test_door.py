@@ -1,7 +1,5 @@
 """The port under attack, on both event loops: one connection does not disturb the others."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Mutual TLS on both transports, with real certificates, a real Envoy and rotated files."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime as dt

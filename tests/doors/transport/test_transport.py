@@ -1,7 +1,5 @@
 """Both transports, with grpcio's own client as the peer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

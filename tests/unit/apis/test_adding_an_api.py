@@ -1,7 +1,5 @@
 """A new API is one new file that is found by itself; this one is made up."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

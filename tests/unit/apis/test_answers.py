@@ -1,7 +1,5 @@
 """Refusals as each API writes its errors and answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Which paths ask a model of which API, with or without path parameters (`;x=1`)."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

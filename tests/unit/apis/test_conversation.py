@@ -1,7 +1,5 @@
 """Messages and their parts in requests of each API."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Excerpts of long bodies leave out only older messages, and lead to no false verdict."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

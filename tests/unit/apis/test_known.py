@@ -1,7 +1,5 @@
 """A body that continues a known one is read as if nothing was known."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

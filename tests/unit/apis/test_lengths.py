@@ -1,7 +1,5 @@
 """How long what a model reads is, for every API."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

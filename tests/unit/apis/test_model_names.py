@@ -1,7 +1,5 @@
 """The model that a request asks for, as SDKs write it, and its price."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import suppress

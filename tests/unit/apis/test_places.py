@@ -1,7 +1,5 @@
 """Where notes are spliced into bodies. `edit_fuzzer` tries many more bodies."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

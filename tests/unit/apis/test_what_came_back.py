@@ -1,7 +1,5 @@
 """Results and prefills are read wherever an API has them; gateway and `explain` agree."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

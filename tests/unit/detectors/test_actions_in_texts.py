@@ -1,7 +1,5 @@
 """Actions of an assistant in its text, apart from its thoughts."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

@@ -1,7 +1,5 @@
 """Which arguments of a tool are compared; each case has its opposite."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

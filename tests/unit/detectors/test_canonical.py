@@ -1,7 +1,5 @@
 """Bodies compared by meaning: all spellings of a value are equal, different values never."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

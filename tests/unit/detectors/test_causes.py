@@ -1,7 +1,5 @@
 """The cause that keeps an agent stuck, as a note names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

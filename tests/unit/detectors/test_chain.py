@@ -1,7 +1,5 @@
 """Conversations are followed by their chain, without any header."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

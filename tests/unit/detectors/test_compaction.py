@@ -1,7 +1,5 @@
 """Loops that continue after a summary replaced the history, in a session with a name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Side by side conversations under one caller: each loop is found, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from random import Random

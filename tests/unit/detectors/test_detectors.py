@@ -1,7 +1,5 @@
 """Several detectors in one policy, uncounted requests, callers in bodies, streamed bodies."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

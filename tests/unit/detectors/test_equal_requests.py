@@ -1,7 +1,5 @@
 """Runs of one caller that send equal requests: each gets what its own turns deserve, or less."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from random import Random

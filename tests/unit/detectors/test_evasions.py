@@ -1,7 +1,5 @@
 """Changes that hide a loop from `turns`, and changes that do not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

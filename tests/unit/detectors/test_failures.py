@@ -1,7 +1,5 @@
 """Whether results report a failure, and of which kind."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

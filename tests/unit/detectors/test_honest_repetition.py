@@ -1,7 +1,5 @@
 """The preset steers honest repetition at most, and refuses stuck agents at its threshold."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

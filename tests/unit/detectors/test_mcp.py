@@ -1,7 +1,5 @@
 """Similarity `mcp`: which JSON-RPC requests are equal calls, and how a call is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Clients that keep all of their own messages but only the newest result."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Circles in which a step varies: hardly any turn is new, though no other rule applies."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -1,7 +1,5 @@
 """Loops outside of turns: scratchpads, prompts that nest themselves, and complaints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that are equal but for clocks and attempts repeat; those of one template do not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Results are compared without what changes by itself."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ neither the task nor earlier answers, so a retry looks like the next item of a b
 does not retry.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Histories in one message: each form that programs write, looping and honest."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """How strong a loop is, and which words and changes end a repetition."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversations compared by their last messages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

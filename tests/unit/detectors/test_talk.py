@@ -1,7 +1,5 @@
 """Assistants that only talk, to a program that says the same each time."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

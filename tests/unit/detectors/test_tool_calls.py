@@ -1,7 +1,5 @@
 """Loops of tool calls in the history of a conversation, against an oracle."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `test_verdicts` has the oracle.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 `test_known_messages` proves that verdicts ignore it.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings, strategies as st
 

@@ -3,8 +3,6 @@
 `tests/support/verdict_fuzzer.py` tries any number of conversations.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """After a refusal, the next request that shows something new passes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Policies applied to requests: what each counts, and which of their answers a client gets."""
 
-from __future__ import annotations
-
 from binascii import crc32
 from datetime import timedelta
 from typing import Any

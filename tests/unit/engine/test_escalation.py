@@ -1,7 +1,5 @@
 """Escalation: one loop gets stricter actions at higher thresholds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Policies that come with a route: named in gRPC metadata, or carried in the route's metadata."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `test_same_answers.py` proves that they change no answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Sequence
 from time import perf_counter

@@ -1,7 +1,5 @@
 """Kill switches of drop-in bundles: whom they stop, for how long, and what the client gets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime

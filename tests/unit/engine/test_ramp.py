@@ -1,7 +1,5 @@
 """Which callers a policy acts on while `enforce_percent` is raised."""
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which policies the index of selectors finds for a request, and at what cost."""
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Mapping
 from typing import Any

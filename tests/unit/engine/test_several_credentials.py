@@ -1,7 +1,5 @@
 """Each credential of a request is a caller, so a junk header makes no new caller."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from itertools import count

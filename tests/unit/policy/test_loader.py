@@ -1,7 +1,5 @@
 """Bytes to policies, or every error at once with its place."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Namespaces restrict a folder's policies; overlaps name policies of different files."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from datetime import UTC, datetime

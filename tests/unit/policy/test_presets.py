@@ -1,7 +1,5 @@
 """Presets do what their descriptions and the documentation say, and let others through."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

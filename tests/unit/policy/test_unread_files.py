@@ -1,7 +1,5 @@
 """Files in a policy folder that look like policies but are not read are named."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

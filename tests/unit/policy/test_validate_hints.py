@@ -1,7 +1,5 @@
 """What `validate` says about policies that are valid but may not do what is meant."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

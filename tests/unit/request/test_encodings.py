@@ -1,7 +1,5 @@
 """Bodies as clients may send them: compressed, or in another Unicode encoding."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 import zlib

@@ -1,7 +1,5 @@
 """The fingerprint: exact examples and properties."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 from urllib.parse import quote_from_bytes

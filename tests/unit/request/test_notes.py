@@ -1,7 +1,5 @@
 """Notes and their marks: our own are recognised and cut out, forged ones are content."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

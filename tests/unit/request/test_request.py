@@ -1,7 +1,5 @@
 """Requests as policies see them, and the descriptors that tell callers apart."""
 
-from __future__ import annotations
-
 import json
 from base64 import urlsafe_b64encode
 from urllib.parse import parse_qsl

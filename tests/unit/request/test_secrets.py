@@ -1,7 +1,5 @@
 """Which secret a request shows, which names are secret, and that only hashes are shown."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """What back-to-back requests count; `tests/doors/store/rules` has the cases of the rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a store on servers keeps when it restarts, and that it has lost its keys."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

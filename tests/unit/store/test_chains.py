@@ -1,7 +1,5 @@
 """Chains by what they promise: concurrent conversations never mix, and none is lost."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """What a session's limits say, against a plain reading of their rules; time is an argument."""
 
-from __future__ import annotations
-
 from inspect import signature
 from typing import Any
 

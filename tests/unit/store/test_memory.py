@@ -1,7 +1,5 @@
 """What only the memory store promises, and how a URL names a store; time is an argument."""
 
-from __future__ import annotations
-
 import pytest
 
 from extproc.metrics import Metrics

@@ -1,7 +1,5 @@
 """The number of replicas, and what each enforces without a store; time is an argument."""
 
-from __future__ import annotations
-
 import asyncio
 
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """Each rule stands in two languages; `tests/doors/store/rules` drives both with the same cases."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The tool calls that a ledger counts, whatever clients do to ids and histories."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """URLs of stores: what is wrong with one is told without its password."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """gRPC without a socket: frames in, events out, frames to send."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """HPACK header blocks; python-hyper's hpack is the other side, and the oracle."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

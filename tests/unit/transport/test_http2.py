@@ -1,7 +1,5 @@
 """The HTTP/2 core without a socket; python-hyper's h2 is the peer where a real one is needed."""
 
-from __future__ import annotations
-
 import struct
 
 import h2.config

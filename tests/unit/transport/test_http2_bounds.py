@@ -1,7 +1,5 @@
 """What one peer can cost the HTTP/2 core: work and memory are bounded, floods end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

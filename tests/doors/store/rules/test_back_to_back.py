@@ -1,7 +1,5 @@
 """What back-to-back requests count in every store; time is an argument."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
