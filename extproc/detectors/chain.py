@@ -23,7 +23,7 @@ from zlib import crc32
 
 from extproc.apis import open_conversation
 from extproc.apis.contents import read_arguments
-from extproc.apis.conversation import ASSISTANT, USER, Conversation
+from extproc.apis.conversation import ASSISTANT, USER, Conversation, Message
 from extproc.apis.messages import CALL, REFERENCE, RESULT, TEXT, Part
 from extproc.detectors.actions import cut_thinking
 from extproc.detectors.turn import digest
@@ -404,6 +404,25 @@ def begins_with_summary(conversation: Conversation) -> bool:
             found = speaker == USER and _look_at(conversation, place).sums_up
     INSPECTION.begin()
     return found
+
+
+def find_place_of_steps(
+    conversation: Conversation, messages: Sequence[Message]
+) -> ChainPlace | None:
+    """The place of a scratchpad, given its messages, newest first; see `scratchpad.py`.
+
+    Its steps are the turns, and the text before them belongs to the user's first message.
+    """
+    *steps, before = messages
+    place = None
+    with suppress(NotCounted):
+        first = read_transcript(conversation).first
+        opening = _look_at(conversation, first).hash if 0 <= first != before.place else b""
+        begun = digest(opening + _show(before.read_parts(), 0).hash, _ID)
+        said = [step.read_parts() for step in reversed(steps) if step.speaker == ASSISTANT]
+        place = ChainPlace(begun, [_show(parts, 0) for parts in said[-_MOST_SHOWN:]])
+    INSPECTION.begin()
+    return place
 
 
 def read_place(document: Document) -> ChainPlace | None:

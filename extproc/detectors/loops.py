@@ -248,9 +248,7 @@ class History(Newest[AnyTurn]):
         turn = self.at(place)
         if not isinstance(turn, Turn) or only_speaks(turn):
             return None
-        return KeptTurn(
-            self, place, turn.reduce(), turn.identify() if named else None, in_text=turn.in_text
-        )
+        return KeptTurn(self, place, turn.reduce(), turn.identify() if named else None)
 
     def count_since_person(self) -> int:
         """The number of turns since a person's newest message; MAX_TURNS if none was read."""
@@ -288,18 +286,11 @@ class KeptTurn:
         identity: digest of 8 bytes that a retry shares, even with another model; empty if the
             session has no name.
         complete: the request shows as many turns as a ring contains.
-        in_text: see `Turn`.
         forced: see `Repeat`.
     """
 
     def __init__(
-        self,
-        history: History,
-        place: int,
-        newest: Reduced,
-        identity: bytes | None,
-        *,
-        in_text: bool,
+        self, history: History, place: int, newest: Reduced, identity: bytes | None
     ) -> None:
         """Copies what it needs, without a reference to the request; `identity`: see `Turn`."""
         count, self.passes_over = (
@@ -315,7 +306,6 @@ class KeptTurn:
         before = history.at(place + 1)
         self.newest = newest
         self.shown = shown = count - place
-        self.in_text = in_text
         self.forced = history.is_forced()
         self.place = place
         self.entry = encode_turn(newest)

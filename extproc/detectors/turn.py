@@ -427,11 +427,6 @@ class Turn:
         self._evidence = -1
         self._reduced: Reduced | None = None
 
-    @property
-    def in_text(self) -> bool:
-        """Whether it is a step of a scratchpad; see `scratchpad.py`."""
-        return self._reading.in_text
-
     def _list_others(self, end: int) -> list[MessageFacts]:
         """The facts of the messages after the first one, up to an index."""
         start = self._group.start

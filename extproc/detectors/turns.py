@@ -16,7 +16,12 @@ from extproc.bounded import Memo
 from extproc.decision import STRONG, WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.base import HistorySimilarity, Memory
-from extproc.detectors.chain import ChainPlace, begins_with_summary, find_place
+from extproc.detectors.chain import (
+    ChainPlace,
+    begins_with_summary,
+    find_place,
+    find_place_of_steps,
+)
 from extproc.detectors.complaints import complains, leave_out_answer
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import (
@@ -180,19 +185,7 @@ class Turns(HistorySimilarity):
             return *self.compare(document), None
         found = self.find_loop(history)
         kept = history.store_newest(named=named)
-        if kept is not None and kept.in_text and not named:  # one text contains all turns
-            return *self.compare(document), None
-        place = (
-            None
-            if history.elsewhere or (kept is not None and kept.in_text)
-            else find_place(
-                history.reading.conversation,
-                prefilled=history.reading.conversation.prefilled
-                or (kept is not None and kept.place > 0),
-            )
-            if history.reading is not None
-            else None
-        )
+        place = _find_place(history, kept)
         if kept is None:
             begins = place is not None and not place.parents
             return *self.compare(document), TurnMemory(self, None, None, place) if begins else None
@@ -399,6 +392,18 @@ class Turns(HistorySimilarity):
                 more = f"{MAX_TURNS} turns are compared; to permit a tool more, set allow"
                 yield (*place, "tools", name, "threshold"), f"{fits}: {more}"
         yield from find_window_errors(loop, place)
+
+
+def _find_place(history: History, kept: KeptTurn | None) -> ChainPlace | None:
+    """The place of a request in the chain; None if the server has its history."""
+    reading = history.reading
+    if reading is None or history.elsewhere:
+        return None
+    if reading.in_text:
+        return find_place_of_steps(reading.conversation, reading.unfolded)
+    conversation = reading.conversation
+    prefilled = conversation.prefilled or (kept is not None and kept.place > 0)
+    return find_place(conversation, prefilled=prefilled)
 
 
 class TurnMemory:

@@ -21,6 +21,7 @@ from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from tests.support.loops import WRITERS
 from tests.support.messages import body, headers
+from tests.support.scratchpads import TEXTS, as_scratchpad
 from tests.support.service import decoded
 from tests.support.turn_writers import Did
 
@@ -31,7 +32,11 @@ ASSISTANTS = ("assistant", "model")
 APIS = [
     *("chat", "ollama", "responses", "anthropic", "gemini", "bedrock", "observed"),
     *("text, fence", "text, json", "text, parameters", "text, react"),
+    *("scratchpad, ReAct", "scratchpad, DSPy", "scratchpad, a JSON list"),
 ]
+_WRITERS = WRITERS | {
+    f"scratchpad, {name}": lambda turns, name=name: as_scratchpad(turns, name) for name in TEXTS
+}
 
 
 class Habit(NamedTuple):
@@ -134,7 +139,7 @@ class Run:
         document = self._write(turns)
         if habit.cuts:
             _cut_thoughts(document)
-        if habit.messages or not habit.opening:
+        if (habit.messages or not habit.opening) and "scratchpad" not in self.api:
             key = next(key for key in MESSAGES if key in document)
             shown = document[key]
             opening = 0
@@ -147,7 +152,7 @@ class Run:
         return document
 
     def _write(self, turns: Sequence[Did]) -> dict[str, Any]:
-        document = WRITERS[self.api](turns)
+        document = _WRITERS[self.api](turns)
         _name_task(document, self.task)
         return document
 
@@ -164,14 +169,14 @@ class Run:
 
 def ask_title(run: Run, count: int) -> bytes:
     return (
-        _dump(WRITERS[run.api]([]) | {"temperature": count})
+        _dump(_WRITERS[run.api]([]) | {"temperature": count})
         if count < 2
         else ask_router(run, count)
     )
 
 
 def ask_router(run: Run, count: int) -> bytes:
-    document = WRITERS[run.api]([])
+    document = _WRITERS[run.api]([])
     _name_task(document, f"Which model is to do step {count} of {run.task!r}?")
     return _dump(document)
 

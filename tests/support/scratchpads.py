@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from tests.support.turn_writers import Did
+
 TASK = "How many lamps are there?"
 
 
 class Step(NamedTuple):
-    """A step: a tool with its argument, and the result."""
+    """A step: a tool with its argument, the result, and a thought unless it may be made up."""
 
     tool: str
     argument: str
     result: str
+    thought: str = ""
 
 
 class Form(NamedTuple):
@@ -30,7 +33,7 @@ class Form(NamedTuple):
 
 def _write(form: Form, steps: Sequence[Step]) -> str:
     done = [
-        form.write(number, f"I should look once more, in way {number}.", step)
+        form.write(number, step.thought or f"I should look once more, in way {number}.", step)
         for number, step in enumerate(steps, 1)
     ]
     return form.head + form.between.join(done) + form.tail.replace("{count}", str(len(steps)))
@@ -179,7 +182,7 @@ _FORMS: dict[str, Form] = {
 def _json_history(steps: Sequence[Step]) -> str:
     done = [
         {"tool_name": tool, "tool_args": {"q": argument}, "tool_result": result}
-        for tool, argument, result in steps
+        for tool, argument, result, _ in steps
     ]
     return json.dumps({"task": TASK, "history": done}, indent=1)
 
@@ -209,6 +212,15 @@ TEXTS: dict[str, Callable[[Sequence[Step]], str]] = {
 
 def _write_chat(name: str, steps: Sequence[Step]) -> dict[str, Any]:
     return in_chat(TEXTS[name](steps))
+
+
+def as_scratchpad(turns: Sequence[Did], name: str) -> dict[str, Any]:
+    """A chat whose turns, each with one call, are steps of a form in TEXTS."""
+    steps = [
+        Step(turn.calls[0][0], json.dumps(turn.calls[0][1]), "\n".join(turn.results), turn.thought)
+        for turn in turns
+    ]
+    return in_chat(TEXTS[name](steps).replace(TASK, "Fix it."))
 
 
 FORMS: dict[str, Callable[[Sequence[Step]], dict[str, Any]]] = {

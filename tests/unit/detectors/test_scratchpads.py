@@ -1,13 +1,14 @@
 """Histories in one message: each form that programs write, looping and honest."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 
 from tests.support.scratchpads import FORMS, TEXTS, Step, in_chat
-from tests.support.told import tell
+from tests.support.told import tell, tell_all
 
-PRESET = {"action": "steer", "escalate": {"reject": 7}, "weak_threshold": 14}
+PRESET: dict[str, Any] = {"action": "steer", "escalate": {"reject": 7}, "weak_threshold": 14}
 TOOLS = ["search", "read_file", "mcp__shop__count", "open_page", "list_rows", "query"]
 RESULTS = [
     "nothing found",
@@ -55,6 +56,39 @@ def test_progress_in_one_message_is_no_loop(form: str) -> None:
 
 
 @pytest.mark.slow
+def send(form: str, steps: list[Step], *, window: int) -> list[str]:
+    """The requests of a program that shows the newest steps, or cuts all results but the newest."""
+    thought = [step._replace(thought=f"Way {chr(97 + n)}.") for n, step in enumerate(steps)]
+    bodies = []
+    for end in range(len(steps) + 1):
+        shown = thought[:end]
+        if not window:
+            shown = [step._replace(result="[cut]") for step in shown[:-1]] + shown[-1:]
+        bodies.append(FORMS[form](shown[-window:]))
+    return [told.action for told in tell_all(bodies, **PRESET)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("window", [0, 3, 4])
+def test_memory_completes_what_one_message_leaves_out(form: str, window: int) -> None:
+    for tool, result in VARIANTS[::3]:
+        work = [Step("look", f"at {number}", f"page {number}") for number in range(12)]
+
+        looping = send(form, work[:4] + loop(tool, result, 9), window=window)
+
+        assert set(looping[:7]) == {"allow"}
+        assert "allow" not in looping[-4:], (tool, result)
+        assert set(send(form, work, window=window)) == {"allow"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_samples_of_one_message_are_no_loop(form: str) -> None:
+    """Programs draw many answers to one prompt."""
+    body = FORMS[form]([Step("look", f"at {number}", "some") for number in range(3)])
+
+    assert {told.action for told in tell_all([body] * 20, **PRESET)} == {"allow"}
+
+
 def test_quoted_steps_are_no_turns() -> None:
     """DSPy's RLM writes code blocks itself, so that a quotation of it has no end."""
     forms = [item for item in TEXTS.items() if item[0] != "DSPy, RLM"]
