@@ -177,14 +177,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No settings from the environment, and no handler of signals or logs that `serve` leaves."""
+    """No settings from the environment, and no handler of signals that `serve` leaves."""
     for name in ("POLICY", "LISTEN", "ADMIN", "STORE", "ALLOW_UNENFORCED"):
         monkeypatch.delenv(f"LOOPGUARD_{name}", raising=False)
-    hangup, root = signal.getsignal(signal.SIGHUP), logging.getLogger()
-    logs = root.handlers[:], root.level
+    hangup = signal.getsignal(signal.SIGHUP)
     yield
     signal.signal(signal.SIGHUP, hangup)
-    root.handlers[:], root.level = logs
+
+
+@pytest.fixture(autouse=True)
+def _same_logs() -> Iterator[None]:
+    """No handler of logs that a command leaves: its stream is closed."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture
