@@ -14,8 +14,9 @@ export PIP_COMPILE := 0
 WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
 # Tests through a door often wait: eight workers keep two processors busy.
 WAITING := -n 8 --no-loadscope-reorder
-# CI tests with DEEP=1, which adds slow tests (memory, a million entries, every depth, a build, the transport grpcio).
-# Property tests get 25 examples in CI, 10 elsewhere, and 100 without a profile.
+# `make check` tests with DEEP=1, which adds slow tests (memory, a million entries, every depth, a build, the transport grpcio).
+# CI leaves them out: with them, it takes more than ten minutes.
+# Property tests get 25 examples with it, 10 elsewhere, and 100 without a profile.
 EXAMPLES := --hypothesis-profile quarter
 EXTENT := $(if $(DEEP),$(EXAMPLES),--hypothesis-profile quick -m 'not deep')
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -116,7 +117,7 @@ demo-agent: envoy-platform .venv/agent-demo.stamp ## looping agents on the real 
 test-quick: .venv/test.stamp ## most unit tests, each with two of its cases, on the sources, in half a minute
 	@$(BIN)/python -m pytest -n auto --maxprocesses 2 --no-loadscope-reorder --hypothesis-profile quick -m 'not deep and not slow' --cases 2 tests/unit
 
-test: .venv/test.stamp ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all, as in CI)
+test: .venv/test.stamp ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all)
 	@if $(BIN)/python hatch_build.py .venv/probe; then \
 		$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp && \
 		$(MAKE) --no-print-directory test-compiled; \
@@ -189,8 +190,8 @@ precision: .venv/test.stamp ## the accuracy of the preset and of other programs'
 lint: .venv/check.stamp ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-check: lint ## lint and the tests; with Go, also test-mesh
-	@$(MAKE) --no-print-directory test
+check: lint ## lint and all tests, with slow ones; with Go, also test-mesh
+	@$(MAKE) --no-print-directory test DEEP=1
 	@$(MAKE) --no-print-directory test-mesh
 
 chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml

@@ -5,6 +5,7 @@ from hypothesis import given, strategies as st
 
 from extproc.detectors.actions import read_text_action
 from extproc.detectors.arguments import THOUGHTS
+from extproc.request.document import INSPECTION
 
 _LIST = "ls -la src"
 
@@ -87,6 +88,7 @@ DIFFERENT = [
 
 
 def action(text: str) -> bytes:
+    INSPECTION.begin()
     return read_text_action(text, THOUGHTS)[1]
 
 
