@@ -114,7 +114,7 @@ demo-agent: envoy-platform .venv/agent-demo.stamp ## looping agents on the real 
 	@exec $(BIN)/python envoy/agent_demo.py $(ARGS)
 
 # tests/conftest.py chooses the build for each test.
-test-quick: .venv/test.stamp ## most unit tests, each with two of its cases, on the sources, in half a minute
+test-quick: .venv/test.stamp ## most unit tests, each with two of its cases, on the sources, in less than a minute
 	@$(BIN)/python -m pytest -n auto --maxprocesses 2 --no-loadscope-reorder --hypothesis-profile quick -m 'not deep and not slow' --cases 2 tests/unit
 
 test: .venv/test.stamp ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all)

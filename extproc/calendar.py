@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from typing import Final
 
 _MS: Final = 1000
@@ -16,7 +16,7 @@ class Calendar:
         zone: the time zone.
     """
 
-    def __init__(self, period: str, zone: tzinfo = UTC) -> None:
+    def __init__(self, period: str, zone: tzinfo) -> None:
         self.period = period
         self.zone = zone
         self._start = self._end = 0

@@ -65,7 +65,7 @@ def _check_timezone(value: str) -> str:
     try:
         return ZoneInfo(value).key
     except (KeyError, ValueError, OSError) as error:
-        raise make_error("must be a time zone of IANA's, such as 'Europe/Berlin'") from error
+        raise make_error("must be an IANA time zone, such as 'Europe/Berlin'") from error
 
 
 def _check_name(value: str) -> str:

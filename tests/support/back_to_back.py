@@ -93,7 +93,7 @@ def follow(durations: Sequence[int], pause: int, late: int) -> list[Sent]:
 
 
 def share(durations: Sequence[int], workers: int, late: int) -> list[Sent]:
-    """Several workers, each of which takes the next as soon as it is free."""
+    """Several workers; each takes the next as soon as it is free."""
     free, sent = [1_000] * workers, []
     for took in durations:
         start = heapq.heappop(free)

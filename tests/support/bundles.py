@@ -198,7 +198,7 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
         [
             (f"{_OF}/budget", "budget must be greater than 0"),
             (f"{_OF}/period", "period must be one of 5m, 1h, 1d, 7d, month"),
-            (f"{_OF}/timezone", "timezone must be a time zone of IANA's, such as 'Europe/Berlin'"),
+            (f"{_OF}/timezone", "timezone must be an IANA time zone, such as 'Europe/Berlin'"),
             (
                 f"{_OF}/cost_key",
                 (

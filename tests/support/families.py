@@ -283,7 +283,7 @@ _UNREPAIRED = [
 # No rule may act on these.
 PROGRESS: dict[str, Family] = {
     # A change and its tests in one call; fewer tests fail each time.
-    "tests of which fewer fail": cross(
+    "fewer failing tests each time": cross(
         ["bash", "run_tests", "edit_and_test", "mcp__ci__apply_patch", "execute"],
         [
             "%d failed, 3 passed in 0.41s",
