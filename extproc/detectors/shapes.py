@@ -37,7 +37,7 @@ def write_shapes(text: str) -> str:
 
 
 class Stays:
-    """The parts of lines that remain, by shape."""
+    """For each shape, the parts of its lines that no match covers."""
 
     def __init__(self, pattern: re.Pattern[str], unless: str = "") -> None:
         """If `unless` is in a shape, the shape does not determine the matches."""
@@ -46,7 +46,7 @@ class Stays:
         self._known: Memo[str, Take] = Memo(_MOST_SHAPES)
 
     def find(self, shape: str) -> Take:
-        """What to take from lines of a shape of at most `LONGEST_SHAPE` characters."""
+        """How to cut matches from lines of a shape of at most `LONGEST_SHAPE` characters."""
         known = self._known.get(shape)
         if known is not None:
             return known

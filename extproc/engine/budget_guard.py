@@ -118,7 +118,7 @@ class BudgetGuard(Guard):
                 self.lacks_caller = True
         return self.is_needed
 
-    def goes_on_without_body(self) -> bool:
+    def counts_without_body(self) -> bool:
         """See `Guard`. Costs are then estimated."""
         return any(not planned.body for planned, _ in self._chosen)
 

@@ -410,7 +410,7 @@ class Guards:
         kept = []
         for guard in self.active:
             if reason != RESPONSES_WEBSOCKET and (
-                not guard.needs_body or guard.goes_on_without_body()
+                not guard.needs_body or guard.counts_without_body()
             ):
                 kept.append(guard)
             else:

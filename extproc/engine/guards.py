@@ -273,7 +273,7 @@ class Guard:
         """
         return not self.caller and self.plan.tells_callers_apart
 
-    def goes_on_without_body(self) -> bool:
+    def counts_without_body(self) -> bool:
         """Whether it can judge the request without its body."""
         return False
 
@@ -653,7 +653,7 @@ class SessionGuard(Guard):
             find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
         )
 
-    def goes_on_without_body(self) -> bool:
+    def counts_without_body(self) -> bool:
         """See `Guard`. Every request is a step, whatever its body."""
         self._unknown = not self.plan.reads_body
         return self._unknown

@@ -571,7 +571,7 @@ def test_path_in_a_refusal_is_quoted() -> None:
         {"gateway_note": 1, "gateway_note_": 2},
     ],
 )
-def test_member_named_like_a_note_keeps_no_note_away(taken: dict[str, Any]) -> None:
+def test_member_named_like_a_note_does_not_suppress_notes(taken: dict[str, Any]) -> None:
     """The member exists already: the note follows its text or gets another name."""
     turn = [
         {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {}}}]},

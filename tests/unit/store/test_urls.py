@@ -1,4 +1,4 @@
-"""URLs of stores: what is wrong with one is told without its password."""
+"""URLs of stores. Messages about a wrong one leave out its password."""
 
 from pathlib import Path
 
