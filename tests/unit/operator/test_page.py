@@ -437,6 +437,24 @@ def test_page_needs_no_sideways_scrolling(browser: Browser, width: int) -> None:
 
 @pytest.mark.deep
 @BROWSER
+def test_controls_on_a_phone_fit_a_thumb(browser: Browser) -> None:
+    service = make_night()
+    note_session(service)
+    with serving(service) as url:
+        browser.resize(390, 844, phone=True)
+        for path in PATHS:
+            browser.open(url + path)
+            small = browser.run(
+                "[...document.querySelectorAll('button, input, select, summary, nav a')]"
+                ".filter(each => each.checkVisibility()"
+                " && each.getBoundingClientRect().height < 44).map(each => each.outerHTML)"
+            )
+
+            assert (path, small) == (path, [])
+
+
+@pytest.mark.deep
+@BROWSER
 @pytest.mark.parametrize(
     ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 29)")]
 )
