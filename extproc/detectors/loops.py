@@ -593,13 +593,12 @@ class TurnRule:
                 or self._limits.of(turn.names).allow
             ):
                 return None
-        names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
         spread = (
             2 * len({turn.action_hash for turn in turns if turn.known}) > count or not newest.known
         )
         strength = weigh_apart(turns) if spread else weigh(turns)
         return Repeat(
-            names,
+            _list_names(turns),
             count,
             count,
             count,
@@ -616,13 +615,11 @@ class TurnRule:
             return None
         if any(turn.words != newest.words for turn in history.newest(count)):
             return None
-        brief = not isinstance(newest, Turn) or len(newest.result.split()) < _FEWEST_WORDS
-        found = Repeat(
+        if not isinstance(newest, Turn) or len(newest.result.split()) < _FEWEST_WORDS:
+            return make_note(TALK, (), count, count, limit.reason) if self._notes else None
+        return Repeat(
             (), count, count, count, results=True, reason=limit.reason, rule=TALK, strength=WEAK
         )
-        if brief:
-            return found._replace(held=True, notes_only=True) if self._notes else None
-        return found
 
     def _nothing_new(self, history: History, limit: Limit) -> Repeat | None:
         """The loop (a note only) if few recent turns are new: a cycle with a varying member."""
@@ -639,21 +636,8 @@ class TurnRule:
             new += self._is_new(turns, place, limit)
             if new > 1:
                 return None
-        names = tuple(
-            dict.fromkeys([name for turn in reversed(turns[:window]) for name in turn.names])
-        )
-        count = window - new
-        found = Repeat(
-            names,
-            count,
-            window,
-            window - 1,
-            results=True,
-            reason=limit.reason,
-            rule=NOTHING_NEW,
-            strength=WEAK,
-        )
-        return found._replace(held=True, notes_only=True)
+        names = _list_names(turns[:window])
+        return make_note(NOTHING_NEW, names, window - new, window, limit.reason)
 
     def _is_new(self, turns: Sequence[AnyTurn], place: int, limit: Limit) -> bool:
         """Whether no older turn equals the one at a place; what is read is new after a change."""
@@ -684,19 +668,8 @@ class TurnRule:
         count = len(alike)
         if count < least:
             return None
-        names = tuple(dict.fromkeys([name for turn in reversed(alike) for name in turn.names]))
-        strength = weigh_apart(alike)
-        found = Repeat(
-            names,
-            count,
-            len(seen),
-            count,
-            results=True,
-            reason=limit.reason,
-            rule=SIMILAR_ERROR,
-            strength=strength,
-        )
-        return found._replace(held=True, notes_only=True)
+        names, strength = _list_names(alike), weigh_apart(alike)
+        return make_note(SIMILAR_ERROR, names, count, len(seen), limit.reason, strength)
 
     def _list_alike(self, seen: Sequence[AnyTurn], least: int) -> list[AnyTurn]:
         """The turns that failed like the newest; none if there are fewer than `least`."""
@@ -742,17 +715,7 @@ class TurnRule:
             return None
         if any(not same_action(newest, turn) for turn in history.newest(count)):
             return None
-        found = Repeat(
-            newest.names,
-            count,
-            count,
-            count,
-            results=True,
-            reason=limit.reason,
-            rule=SAME_CHANGE,
-            strength=WEAK,
-        )
-        return found._replace(held=True, notes_only=True)
+        return make_note(SAME_CHANGE, newest.names, count, count, limit.reason)
 
     def spell(self, turn: AnyTurn) -> bytes:
         """All of a turn that is compared, for a fingerprint."""
@@ -773,6 +736,23 @@ class TurnRule:
             again, limit.threshold - 1
         )  # it may be more frequent, with many new turns in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
+
+
+def make_note(  # noqa: PLR0913  # fields of a loop
+    rule: str,
+    names: tuple[str, ...],
+    count: int,
+    calls: int,
+    reason: str = "",
+    strength: str = WEAK,
+) -> Repeat:
+    """A loop that gets a note at most; the fields are those of `Repeat`."""
+    found = Repeat(names, count, calls, count, True, reason, rule, strength=strength)
+    return found._replace(held=True, notes_only=True)
+
+
+def _list_names(turns: Sequence[AnyTurn]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
 
 
 def _changes(history: History, place: int) -> bool:

@@ -41,6 +41,7 @@ from extproc.detectors.loops import (
     count_errors,
     count_window,
     follow,
+    make_note,
     only_speaks,
 )
 from extproc.detectors.nesting import count_endings, count_nested
@@ -250,16 +251,7 @@ class Turns(HistorySimilarity):
         times, lines = count_endings(text, self.rule.threshold + 1)
         if not times:
             return None
-        found = Repeat(
-            (),
-            times,
-            times,
-            self.rule.threshold + 1,
-            results=True,
-            rule=REPEATED_ENDING,
-            strength=WEAK,
-        )
-        return digest(lines), found._replace(held=True, notes_only=True)
+        return digest(lines), make_note(REPEATED_ENDING, (), times, times)
 
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest turn is part of, by the strictest rule that finds one."""
