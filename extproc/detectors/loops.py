@@ -24,6 +24,8 @@ threshold t, the newest turn is part of a loop by one of these rules:
 - SAME_CHANGE: the last max(5, t) actions are the same change, with arguments of 60 bytes or more,
   whatever their results. It gets a note at most. A ring has no lengths, so the request must show
   these actions.
+- NOTHING_FOUND: its tool only reads, and max(8, t) different actions among the last max(8, t) + 4
+  had the same empty result as it. It gets a note at most.
 
 Only turns after a person's newest message are read. Such a message does not answer a call or an
 action, and occurs only once, digits aside; repeated messages are a program's. If a turn only reads,
@@ -66,6 +68,7 @@ from extproc.detectors.turn import (
     digest,
     encode_turn,
     fail_alike,
+    finds_nothing,
     get_failure_id,
     leave_out_last,
     may_fail_alike,
@@ -95,6 +98,7 @@ TALK: Final = "talk"
 NOTHING_NEW: Final = "nothing_new"
 SIMILAR_ERROR: Final = "similar_error"
 SAME_CHANGE: Final = "same_change"
+NOTHING_FOUND: Final = "nothing_found"
 """The rules; RESULT is REPEAT for unknown actions."""
 
 _MIN_SIMILAR: Final = 6
@@ -103,6 +107,10 @@ _MIN_UNREPAIRED: Final = 8
 _MIN_CHANGES: Final = 5
 _LONG_ARGUMENTS: Final = 60
 """For SAME_CHANGE: the minimum number of turns, and of bytes; moves and clicks have fewer."""
+
+_MIN_SEARCHES: Final = 8
+_OTHER_STEPS: Final = 4
+"""For NOTHING_FOUND: the minimum number of different actions, and of other turns among them."""
 
 _MIN_TALK: Final = 10
 _FEWEST_WORDS: Final = 8
@@ -452,7 +460,7 @@ class TurnRule:
         newest = history.at(0)
         if newest is None or history.at(1) is None:
             return False
-        if not newest.known or newest.failed:
+        if not newest.known or newest.failed or finds_nothing(newest):
             return True
         return any(
             same_action(newest, turn)
@@ -506,8 +514,12 @@ class TurnRule:
         if self._notes and again and again[0] <= self._max_cycle:
             found = self._nothing_new(history, limit)
         if self._notes and found is None:
-            similar = self._similar_error if newest.failed else self._same_change
-            found = similar(history, limit)
+            if newest.failed:
+                found = self._similar_error(history, limit)
+            elif finds_nothing(newest):
+                found = self._nothing_found(history, limit)
+            else:
+                found = self._same_change(history, limit)
         return found
 
     def _repeat(
@@ -716,6 +728,22 @@ class TurnRule:
         if any(not same_action(newest, turn) for turn in history.newest(count)):
             return None
         return make_note(SAME_CHANGE, newest.names, count, count, limit.reason)
+
+    def _nothing_found(self, history: History, limit: Limit) -> Repeat | None:
+        """The loop (a note only) if different look-ups had the same empty result."""
+        least = max(_MIN_SEARCHES, limit.threshold)
+        seen = history.newest(least + _OTHER_STEPS)
+        empty = [
+            turn
+            for turn in seen
+            if same_result(seen[0], turn, normalized=self._normalized)
+            and finds_nothing(turn)
+            and not self._limits.of(turn.names).allow
+        ]
+        count = len({turn.action_hash for turn in empty if turn.known})
+        if count < least:
+            return None
+        return make_note(NOTHING_FOUND, _list_names(empty), count, len(seen), limit.reason)
 
     def spell(self, turn: AnyTurn) -> bytes:
         """All of a turn that is compared, for a fingerprint."""

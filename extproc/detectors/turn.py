@@ -30,6 +30,7 @@ from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, number_id, read_action, read_failed_call
 from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains, leave_out_answer
+from extproc.detectors.empty import is_empty
 from extproc.detectors.failures import (
     FATAL,
     MISSING as NOT_FOUND,
@@ -86,7 +87,10 @@ _ERROR: Final = 4
 LONG: Final = 8
 PASSING: Final = 16
 MISSING: Final = 32
-"""Flags of a result: it is long, its failure may be temporary, or something was not found."""
+"""Flags of a result: it is long, its failure may be temporary, or something was not found.
+
+Without a failure, MISSING means an empty result of a tool that only reads.
+"""
 
 _FLAGS: Final[dict[Failure, int]] = {TRANSIENT: PASSING, NOT_FOUND: MISSING}
 _EVIDENCE: Final = LONG | PASSING | MISSING | READS | CHANGES
@@ -356,6 +360,7 @@ class ResultFacts:
         size: length of the result, in characters.
         lines: number of line ends in the result, or -1 if some may be escaped.
         images: a digest of the images beside results; empty if there are none. See `Part`.
+        empty: as `is_empty`, and there are no images.
         head: as in `Turn`; None until computed, as are the following.
         opening: as in `Turn`.
         failure: as in `Turn`.
@@ -377,6 +382,7 @@ class ResultFacts:
         self.size = len(result.text)
         self.lines = count_lines(result.text)
         self.images = result.images
+        self.empty = not result.images and is_empty(result.text)
         self.head: str | None = None
         self.opening: str | None = None
         self.failure: Failure | None = None
@@ -687,6 +693,8 @@ class Turn:
                 flags = flags & ~CHANGES | _FLAGS.get(self.failure, 0)
                 if self.known and not did.names:
                     flags &= ~MISSING  # nothing was looked up
+            elif came.empty and flags & READS:
+                flags |= MISSING
             if came.size >= _LONG_RESULT:
                 flags |= LONG
             talks = self.known and not did.names and not came.returned
@@ -959,6 +967,13 @@ def fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
     return (
         may_fail_alike(one, other) and one.failure_id != b"" and one.failure_id == other.failure_id
     )
+
+
+def finds_nothing(turn: AnyTurn) -> bool:
+    """Whether a tool that only reads returned an empty result, which is no failure."""
+    if isinstance(turn, Turn) and not turn.came.empty:
+        return False
+    return not turn.failed and turn.evidence & MISSING != 0
 
 
 def weigh(turns: Sequence[AnyTurn], length: int = 1) -> str:

@@ -28,6 +28,7 @@ from extproc.detectors.loops import (
     CYCLE,
     ERROR,
     MAX_TURNS,
+    NOTHING_FOUND,
     NOTHING_NEW,
     REPEAT,
     RESULT,
@@ -517,6 +518,12 @@ def _explain_same_change(repeat: Repeat) -> tuple[str, str]:
     return what, "a look at what these changes have done, or another action"
 
 
+def _explain_nothing_found(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} different look-ups{_list_tried(repeat)} had the same empty result"
+    within = f"{what} in the last {repeat.calls} turns"
+    return within, "a result, a look elsewhere, or the answer that it was not found"
+
+
 def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
     what = (
         f"the prompt begins {repeat.count} times with the same words, because each attempt "
@@ -539,6 +546,7 @@ _EXPLAIN = {
     NOTHING_NEW: _explain_nothing_new,
     SIMILAR_ERROR: _explain_similar_error,
     SAME_CHANGE: _explain_same_change,
+    NOTHING_FOUND: _explain_nothing_found,
     NESTED_PROMPT: _explain_nested_prompt,
     REPEATED_ENDING: _explain_repeated_ending,
 }

@@ -16,6 +16,9 @@ LONG = "2026-11-24 page 1: nothing that was not here before. " * 6
 FATAL = "error: permission denied for role agent"
 
 
+EMPTY = ["No matches found", "[]", '{"results": []}', "(0 rows)", "", '{"hits": [], "took": 3}']
+
+
 def call(tool: str, result: str, number: int, **given: object) -> Did:
     return Did(((tool, given),), (result,), "", f"Thought no. {number}!", number)
 
@@ -189,6 +192,14 @@ HONEST: dict[str, Family] = {
         ],
         lambda tool, result: each(lambda at: call(tool, result, at, id=at), 2 * TURNS),
     ),
+    # Different files are searched for different words that must not occur.
+    "audits": cross(
+        ["grep", "search_code", "Grep", "mcp__github__search_code", "find_references", "glob"],
+        EMPTY,
+        lambda tool, result: each(
+            lambda at: call(tool, result, at, pattern=f"word{at % 5}", path=f"{at}.py"), 2 * TURNS
+        ),
+    ),
     # The same work, three times for each wish of a person.
     "asked again by a person": cross(
         ["run_tests", "get_report", "bash", "screenshot", "query", "deploy"],
@@ -336,6 +347,27 @@ PROGRESS: dict[str, Family] = {
             "error: permission denied for this record",
         ],
         lambda tool, result: each(lambda at: read_between(tool, result, at), 40),
+    ),
+    # Every second search finds something.
+    "searches that find half": cross(
+        ["web_search", "grep", "find_file", "mcp__docs__search", "query_db"],
+        EMPTY,
+        lambda tool, result: each(
+            lambda at: call(tool, result if at % 2 else f"page {at}", at, query=f"word {at}"), 40
+        ),
+    ),
+    # Good news, and empty results of tools that do not search.
+    "all is well": cross(
+        ["get_diagnostics", "check_file", "list_alerts", "bash", "send_mail", "mcp__db__describe"],
+        [
+            '{"errors": []}',
+            '{"ok": true, "issues": []}',
+            "No errors found",
+            "0 problems",
+            '{"state": "running", "error": null}',
+            "OK",
+        ],
+        lambda tool, result: each(lambda at: call(tool, result, at, path=f"{at}.py"), 2 * TURNS),
     ),
     "other errors each time": several_errors,
     "what is watched": watched,
@@ -489,6 +521,14 @@ LOOPS: dict[str, Family] = {
         _ATTEMPTS,
         _UNREPAIRED,
         lambda tool, error: each(lambda n: read_between(tool, error, n), 30),
+    ),
+    "reworded searches find nothing": cross(
+        ["web_search", "grep", "find_file", "mcp__docs__search", "query_db", "lookup_order"],
+        EMPTY,
+        lambda tool, result: each(
+            lambda n: call(tool, result, n, query=f"invoice {' of acme' * (n % 4)} {n}"),
+            LOOP_TURNS,
+        ),
     ),
     "a circle with one new step in eight": cross(_TOOLS, "12345", wander),
     "the same change, and the file grows": cross(

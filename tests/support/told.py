@@ -22,6 +22,7 @@ _RULES = {
     " rounds of ": "cycle",
     ", but for numbers": "similar_error",
     " change was made ": "same_change",
+    " the same empty result": "nothing_found",
     " results were the same error": "error",
     " turns returned the same result": "result",
     "the prompt begins ": "nested_prompt",

@@ -32,7 +32,9 @@ COMPLAINT = (
 RESULTS = {
     COMPLAINT: "fatal",
     "ok": "fine",
-    "": "fine",
+    "": "empty",
+    "No matches found": "empty",
+    '{"results": []}': "empty",
     "3 tests, 2 of them red ~": "fine",
     "a page of text. " * 20: "long",
     "pod-1   Running   ~\n" * 12: "fine",
@@ -171,6 +173,7 @@ def _is_noted(seen: list[Turn], rules: Rules) -> bool:
         or _repairs_nothing(seen, max(8, own), rules)
         or _brings_nothing_new(seen, rules)
         or _changes_alike(seen[-max(5, own) :], max(5, own))
+        or _finds_nothing(seen, max(8, own))
         or _only_talks(seen, own)
     )
 
@@ -217,6 +220,16 @@ def _changes_alike(last: list[Turn], times: int) -> bool:
         and len(last[-1].argument) > 60
         and last[-1].role == CHANGES
     )
+
+
+def _finds_nothing(turns: list[Turn], times: int) -> bool:
+    """Whether a tool that reads got the same empty answer for so many different questions."""
+    asked = {
+        turn.action
+        for turn in turns[-times - 4 :]
+        if (turn.role, turn.result) == (READS, turns[-1].result)
+    }
+    return turns[-1].role == READS and turns[-1].worth == "empty" and len(asked) >= times
 
 
 def _brings_nothing_new(turns: list[Turn], rules: Rules) -> bool:

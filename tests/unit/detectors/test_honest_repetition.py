@@ -9,6 +9,7 @@ from extproc.engine.plan import Detector
 from extproc.request.document import Document
 from extproc.store.rules.windows import UNCOUNTED
 from tests.support.families import (
+    EMPTY,
     FATAL,
     HONEST,
     LONG,
@@ -84,7 +85,12 @@ def test_progress_is_allowed(family: Family) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["the same error in every third turn", "the same change, and the file grows"]
+    "kind",
+    [
+        "the same error in every third turn",
+        "the same change, and the file grows",
+        "reworded searches find nothing",
+    ],
 )
 def test_weakest_loops_are_only_steered(kind: str) -> None:
     variants = LOOPS[kind]()
@@ -106,6 +112,39 @@ def test_similar_error_is_steered() -> None:
     assert found is not None
     assert found.rule == "similar_error"
     assert act(turns, "chat")[-1] == "steer"
+
+
+@pytest.mark.parametrize(
+    ("result", "empty"),
+    [
+        *[(result, True) for result in EMPTY],
+        ("<no output>", True),
+        ("No results found.", True),
+        ("Query returned no results", True),
+        ("Found 0 matches", True),
+        ("null", True),
+        ('{"success": true, "data": {"items": [], "next": null}}', True),
+        ("No errors found", False),
+        ('{"ok": true, "errors": []}', False),
+        ('{"state": "running", "output": ""}', False),
+        ('{"count": 0}', False),
+        ('["a"]', False),
+        ("[1 file", False),
+        ("no results, so here are others: " + "a page. " * 9, False),
+        ("ok", False),
+        ("\u2713", False),
+    ],
+)
+def test_searches_are_steered_if_results_are_empty(result: str, empty: bool) -> None:
+    turns = [call("grep", result, n, pattern=f"word {n}") for n in range(9)]
+
+    assert act(turns, "chat") == ["allow"] * 7 + ["steer" if empty else "allow"] * 2
+
+
+def test_allowed_searches_may_find_nothing() -> None:
+    turns = [call("grep", "[]", n, pattern=f"word {n}") for n in range(12)]
+
+    assert set(act(turns, "chat", make_detector(tools={"grep": {"allow": True}}))) == {"allow"}
 
 
 @pytest.mark.parametrize(
