@@ -1,7 +1,9 @@
 # The image of Loopguard: its compiled wheel and the pinned packages it needs in one virtual environment, nothing that built them.
 #
 #   docker build --tag loopguard .
-#   docker run --read-only --publish 50051:50051 --publish 9900:9900 --volume ./policies:/etc/loopguard/policies:ro loopguard
+#   docker run --read-only --publish 50051:50051 --publish 9900:9900 loopguard
+#
+# Without LOOPGUARD_POLICY, it watches. It builds for amd64 and arm64, and needs no BuildKit.
 #
 # Reproducible: every package is the file whose hash stands in image.lock.txt, the build tools among them, and bytecode
 # carries no time. For the same bases each time, too, give both by digest: --build-arg PYTHON_IMAGE=python@sha256:...
@@ -49,8 +51,7 @@ COPY --from=build /opt/loopguard /opt/loopguard
 ENV PATH=/opt/loopguard/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     LOOPGUARD_LISTEN=0.0.0.0:50051 \
-    LOOPGUARD_ADMIN=0.0.0.0:9900 \
-    LOOPGUARD_POLICY=/etc/loopguard/policies
+    LOOPGUARD_ADMIN=0.0.0.0:9900
 EXPOSE 50051 9900
 
 # A number, because Kubernetes' runAsNonRoot cannot tell who a name is. It owns no file and needs no entry in /etc/passwd.

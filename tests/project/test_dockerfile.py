@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -53,9 +52,6 @@ def image() -> Iterator[Image]:
         folder.chmod(0o755)
         subprocess.run([base_python(user), "-m", "venv", folder / "base"], check=True)
         made = build(folder, f"{folder}/base/bin:/usr/bin:/bin")
-        policies = Path(made.environment["LOOPGUARD_POLICY"])
-        policies.mkdir(parents=True)
-        shutil.copy(ROOT / "envoy" / "policy.json", policies)
         everything = [made.root, *made.root.rglob("*")]
         for path in everything:
             if not path.is_symlink():
@@ -233,7 +229,7 @@ def test_image_starts_without_shell(image: Image) -> None:
     assert script.read_text().splitlines()[0] == f"#!{script.parent}/python"
 
 
-def test_container_serves_and_stops(image: Image) -> None:
+def test_container_watches_and_stops(image: Image) -> None:
     assert all(int(number) > 0 for number in image.user.split(":"))
     container = Container(image)
 
@@ -252,7 +248,7 @@ def test_container_serves_and_stops(image: Image) -> None:
 
     assert process.returncode == 0, output
     assert "stopped" in output
-    assert '"chat-reject"' in policies
+    assert '"watching"' in policies
     assert (before[0], healthy) == (1, (0, "serving"))
     if not AS_ROOT:
         pytest.skip(

@@ -119,12 +119,14 @@ def _has_a_project(command: str) -> None:
 def _has_an_image(command: str) -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     ports = re.findall(r"--publish \d+:(\d+)", command)
+    arguments = re.sub(r"^docker run .*? loopguard\b", "", command).split()
     mounted = re.findall(r"--volume \S+?:([^\s:]+)", command)
 
     assert set(ports) <= set(
         re.findall(r"\d+", re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0])
     )
-    assert all(f"LOOPGUARD_POLICY={path}\n" in dockerfile for path in mounted)
+    assert all(path in arguments for path in mounted)
+    assert not mounted or arguments[0] in COMMANDS
 
 
 def _renders(command: str) -> None:

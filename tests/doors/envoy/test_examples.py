@@ -6,7 +6,9 @@ Not tested: the images, LiteLLM, Claude Code and Codex (`make test-clients` runs
 import json
 import re
 import shlex
+import sys
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,8 @@ from extproc.policy.presets import find_preset
 from tests.support import ROOT
 from tests.support.chart import CASES
 from tests.support.envoy_config import verdict
-from tests.support.harness import stack
+from tests.support.harness import Process, stack
+from tests.support.servers import free_port
 
 EXAMPLES = ROOT / "examples"
 COMPOSE = EXAMPLES / "compose"
@@ -32,22 +35,22 @@ def read_policy(example: str) -> Any:  # noqa: ANN401  # JSON
     return json.loads((EXAMPLES / example / "policies" / "agents.json").read_text())
 
 
-def read_commands(page: Path) -> list[list[str]]:
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [shlex.split(line.removeprefix("$ ")) for block in blocks for line in block.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def services() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+def read_services(*names: str) -> dict[str, Any]:
+    """The services of compose files, merged as compose does."""
+    found: dict[str, Any] = {}
+    for name in names:
+        for service, keys in yaml.safe_load((COMPOSE / name).read_text())["services"].items():
+            found[service] = {**found.get(service, {}), **keys}
     return found
 
 
-def test_compose_settings_are_good_and_ports_are_local(services: dict[str, Any]) -> None:
+def test_compose_settings_are_good_and_ports_are_local() -> None:
+    services = read_services("compose.yaml", "enforce.yaml")
     loopguard = services["loopguard"]
     chosen = settings.read_settings({}, loopguard["environment"])
 
     assert settings.find_unknown(loopguard["environment"]) == []
+    assert "environment" not in read_services("compose.yaml")["loopguard"]  # so it watches
     assert loopguard["volumes"] == [f"./policies:{chosen.policy[0]}:ro"]
     assert chosen.store == "redis://valkey:6379/0"
     assert main(["validate", str(COMPOSE / "policies")]) == 0
@@ -63,14 +66,15 @@ def test_compose_settings_are_good_and_ports_are_local(services: dict[str, Any])
     ] == []
 
 
+@pytest.mark.parametrize("upstream", ["provider:8080", "api.openai.com:443"])
 def test_compose_envoy_accepts_the_printed_bootstrap(
-    services: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    upstream: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (command,) = (
-        words for words in read_commands(COMPOSE / "README.md") if "envoy-config" in words
-    )
-    asked = command[command.index("envoy-config") : command.index(">")]
-    assert main([word.replace("/policies", str(COMPOSE / "policies")) for word in asked]) == 0
+    services = read_services("compose.yaml")
+    _, _, script = services["configure"]["entrypoint"]
+    asked = shlex.split(script.replace("${UPSTREAM:-provider:8080}", upstream))
+    end = asked.index(">")
+    assert main(asked[1:end]) == 0
     text = capsys.readouterr().out
     authorities = tmp_path / "ca.crt"
     trustme.CA().cert_pem.write_to_path(str(authorities))
@@ -83,8 +87,32 @@ def test_compose_envoy_accepts_the_printed_bootstrap(
     assert services["envoy"]["ports"] == [
         f"127.0.0.1:10000:{listener['address']['socket_address']['port_value']}"
     ]
-    assert "loopguard" in services
+    assert services["envoy"]["command"][-1] == asked[end + 1]
     assert 'address: {socket_address: {address: "loopguard", port_value: 50051}}' in text
+
+
+@pytest.mark.parametrize(
+    ("policy", "ending"),
+    [
+        pytest.param(None, r"8  read_file\(path=/etc/app.yml\): error: no such file", id="watch"),
+        pytest.param("compose", "4  answers: The file is missing.", id="enforce"),
+    ],
+)
+def test_compose_agent_loops_until_told(policy: str | None, ending: str, tmp_path: Path) -> None:
+    services, place = read_services("compose.yaml"), f"127.0.0.1:{free_port()}"
+    assert services["provider"]["entrypoint"][2:] == ["provider", "0.0.0.0:8080"]
+    demo = [sys.executable, str(COMPOSE / "demo.py")]
+    with ExitStack() as opened:
+        provider = Process([*demo, "provider", place], tmp_path / "provider.log")
+        opened.callback(provider.stop)
+        made = opened.enter_context(stack(policy and read_policy(policy), upstream=place))
+        arguments = [services["agent"]["entrypoint"][2], f"http://127.0.0.1:{made.envoy.port}"]
+        agent = Process([*demo, *arguments], tmp_path / "agent.log")
+        opened.callback(agent.stop)
+        agent.wait_for(ending)
+        (row,) = made.loopguard.ask("/loops")["conversations"]
+
+    assert row["tools"] == ["read_file"]
 
 
 def test_example_policies_are_the_preset() -> None:
