@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
 UV = UV_DEFAULT_INDEX="$(INDEX)" $(BIN)/uv --quiet pip install --python
 
-.PHONY: wheels dist docs help envoy-platform run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients lint check bench precision chart reference trace screenshots clean
+.PHONY: wheels dist docs help envoy-platform run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients prompt-cache lint check bench precision chart reference trace screenshots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -178,6 +178,9 @@ test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's control 
 
 test-clients: .venv/test.stamp ## real agent programs against a model that loops; writes docs/clients.md (flags: make test-clients ARGS='--help')
 	@$(BIN)/python -m tests.clients $(ARGS)
+
+prompt-cache: .venv/test.stamp ## what actions cost in cached tokens, measured on real clients (flags: make prompt-cache ARGS='--help')
+	@$(BIN)/python -m tests.clients.caching $(ARGS)
 
 bench: $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)

@@ -78,6 +78,7 @@ class Model:
             their tasks.
         requests: number of model requests.
         turns: number of those that are turns of an agent.
+        bodies: those of all model requests.
         ended: the script has ended.
         compacted: the client has asked for a summary of its history.
         told: the agent that should have started another has read that it was not started.
@@ -94,6 +95,7 @@ class Model:
         self.folder = folder
         self.given: dict[str, Given] = {}
         self.requests = self.turns = 0
+        self.bodies: list[dict[str, Any]] = []
         self.ended = False
         self.compacted = False
         self.told = False
@@ -101,6 +103,7 @@ class Model:
 
     def answer(self, body: dict[str, Any]) -> Answer:
         self.requests += 1
+        self.bodies.append(body)
         client, text = self.client, json.dumps(body)
         self.tokens = 0
         if self._is_full and _COMPACTION.search(_read_newest(body)):

@@ -130,7 +130,7 @@ class Zoo(NamedTuple):
 
 @contextlib.contextmanager
 def opened(
-    client: Client, commands: Path, limits: Mapping[str, int] | None = None
+    client: Client, commands: Path, limits: Mapping[str, object] | None = None
 ) -> Iterator[Zoo]:
     """Envoy and Loopguard before a model, with the preset of `init` or with session limits."""
     command = [str(Path(sys.executable).parent / "loopguard"), "init"]
