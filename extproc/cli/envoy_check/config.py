@@ -26,6 +26,8 @@ _KINDS = {
 
 _ROUTE, _ROUTES = "envoy.config.route.v3.Route", "envoy.config.route.v3.RouteList"
 _WITH_MATCHER = "envoy.extensions.common.matching.v3.ExtensionWithMatcher"
+_COMPOSITE = "envoy.extensions.filters.http.composite.v3.Composite"
+_EXECUTE = "envoy.extensions.filters.http.composite.v3.ExecuteFilterAction"
 
 _KINDS_BY_NAME = {"envoy.filters.http.router": "envoy.extensions.filters.http.router.v3.Router"}
 """Kinds of filters without a typed_config, by name, for older configurations."""
@@ -272,6 +274,12 @@ def _read_filter(place: ConfigPlace, resources: Resources) -> HttpFilter:
     if kind == _WITH_MATCHER:
         matcher = config
         kind, config = config.get("extension_config", "typed_config").message()
+    if kind == _COMPOSITE:  # it runs filters that the matcher names, such as kgateway's
+        for inner in matcher.get("xds_matcher").walk():
+            action, run = inner.message()
+            if action == _EXECUTE:
+                kind, config = run.get("typed_config", "typed_config").message()
+                break
     return HttpFilter(
         place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config, matcher
     )

@@ -593,6 +593,27 @@ def test_matcher_that_clients_control_is_found(
     assert codes(wrapped(good(), reads, skips=skips)) == expected
 
 
+@pytest.mark.parametrize(
+    ("reads", "expected"), [(STATE, ["(not-judged)"]), (header("x-on"), ["skipped"])]
+)
+def test_composite_filter_is_judged_by_its_matcher(reads: Json, expected: list[str]) -> None:
+    """A filter of kgateway, which a route can turn off."""
+    place = f"{FILTER}/typed_config"
+    document = wrapped(good(), reads, skips=False)
+    kind = f"{_TYPE}/envoy.extensions.filters.http.composite.v3"
+    run = {
+        "@type": f"{kind}.ExecuteFilterAction",
+        "typed_config": find(document, f"{place}/extension_config"),
+    }
+    composite = {"name": "composite", "typed_config": {"@type": f"{kind}.Composite"}}
+    edits = (
+        put(f"{place}/xds_matcher/matcher_list/matchers/0/on_match/action/typed_config", run),
+        put(f"{place}/extension_config", composite),
+    )
+
+    assert codes(edited(document, *edits)) == expected
+
+
 def test_matcher_of_the_chart_is_understood() -> None:
     place = f"{FILTER}/typed_config/xds_matcher"
     matcher = yaml.safe_load((ROOT / "helm" / "loopguard" / "envoy" / "apis.yaml").read_text())

@@ -158,7 +158,8 @@ def check_matchers(guard: Guard) -> Iterator[Finding]:
             (said, [route.name]) for said in list_said(guard.filter, *route.route.levels)[:1]
         ]
     for place, routes in places:
-        if not any(inner.message()[0].endswith(".SkipFilter") for inner in place.walk()):
+        actions = (".SkipFilter", ".ExecuteFilterAction")
+        if not any(inner.message()[0].endswith(actions) for inner in place.walk()):
             continue
         sent = _list_matcher_inputs(place)
         if sent == [":path"] and _shows_apis(place):
