@@ -168,11 +168,20 @@ $(MESH)/egctl:
 	@echo "building Envoy Gateway's translator into $@ ..."
 	@GOBIN=$(CURDIR)/$(MESH) $(GO) install github.com/envoyproxy/gateway/cmd/egctl@$(ENVOY_GATEWAY)
 
+# The CRDs of Istio, Envoy Gateway and Gateway API, from the same modules.
+$(MESH)/crds.yaml: $(MESH)/istiod $(MESH)/egctl
+	@istio=$$(cd tests/mesh && $(GO) list -m -f '{{.Dir}}' istio.io/istio) && \
+	gateway=$$($(GO) mod download -json github.com/envoyproxy/gateway@$(ENVOY_GATEWAY) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p') && \
+	for file in "$$istio/manifests/charts/base/files/crd-all.gen.yaml" "$$gateway"/charts/gateway-helm/charts/crds/crds/*.yaml \
+		"$$gateway"/charts/gateway-helm/charts/crds/crds/generated/*.yaml; do \
+		cat "$$file" && printf '\n---\n'; \
+	done > $@
+
 test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's control planes and the real Envoy; needs Go
 	@if ! command -v $(GO) >/dev/null; then \
 		echo "!!! GO IS NOT INSTALLED: the chart is NOT tested on Istio and Envoy Gateway"; \
 	else \
-		$(MAKE) --no-print-directory $(MESH)/istiod $(MESH)/egctl && \
+		$(MAKE) --no-print-directory $(MESH)/crds.yaml && \
 		LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/mesh; \
 	fi
 
