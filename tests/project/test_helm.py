@@ -42,9 +42,11 @@ from tests.support.chart import (
     pods,
     rendered,
     split,
+    strict,
     with_policies,
 )
 from tests.support.chart.envoy_gateway import ENVOY_GATEWAY
+from tests.support.chart.kgateway import AGENTGATEWAY, KGATEWAY
 from tests.support.chart.rollouts import CLUSTER_WIDE, ROLLOUTS
 from tests.support.documents import bundle, policy
 
@@ -52,20 +54,6 @@ from tests.support.documents import bundle, policy
 KUBERNETES = ("1.27", "1.32", "1.37")
 
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
-
-
-def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """A JSON Schema without unknown keys."""
-    if isinstance(schema, list):
-        return [strict(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: strict(item) for key, item in schema.items()}
-    return (
-        {"additionalProperties": False, **made}
-        if "properties" in made and made.get("type") == "object"
-        else made
-    )
 
 
 # It reads megabytes of schemas for each object.
@@ -84,7 +72,11 @@ def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
 
     models = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
     schemas: dict[str, Any] = (
-        {model.__name__: model.model_json_schema() for model in models} | ENVOY_GATEWAY | ROLLOUTS
+        {model.__name__: model.model_json_schema() for model in models}
+        | ENVOY_GATEWAY
+        | KGATEWAY
+        | AGENTGATEWAY
+        | ROLLOUTS
     )
     return {
         kind: jsonschema.Draft202012Validator(strict(schema)) for kind, schema in schemas.items()
@@ -135,6 +127,8 @@ def test_object_names_are_unique_and_in_namespace(values: Values) -> None:
         "EnvoyFilter": "istio",
         "EnvoyExtensionPolicy": "envoyGateway",
         "ClientTrafficPolicy": "envoyGateway",
+        **dict.fromkeys(("GatewayExtension", "TrafficPolicy", "ListenerPolicy"), "kgateway"),
+        "AgentgatewayPolicy": "agentgateway",
     }
 
     for item in made:
@@ -464,6 +458,29 @@ def test_notes_name_objects_of_release(values: Values) -> None:
     assert f"helm -n {NAMESPACE} test lg" in notes
     for item in of_kind(made, "Service"):
         assert f"{item['metadata']['name']}.{NAMESPACE}:50051" in notes
+
+
+GATEWAYS = ("istio", "envoyGateway", "kgateway", "agentgateway")
+
+
+@each_case
+def test_notes_detach_gateway_before_removal(values: Values) -> None:
+    """`helm uninstall` deletes the Service before a gateway's policy."""
+    notes = rendered(values)["loopguard/templates/NOTES.txt"]
+    attached = [name for name in GATEWAYS if values.get(name, {}).get("enabled")]
+
+    _, _, removal = notes.partition("To remove Loopguard, detach the gateway first.")
+    assert re.findall(r"--set (\w+)\.enabled=false", removal) == attached
+    assert bool(attached) == (f"helm -n {NAMESPACE} uninstall lg" in removal)
+    off = merged(values, {name: {"enabled": False} for name in attached})
+    if "--set envoy.shadowMode=\n" in removal:  # observability mode needs Istio
+        off["envoy"]["shadowMode"] = ""
+    assert not {item["kind"] for item in objects(off)} & {
+        "EnvoyFilter",
+        "EnvoyExtensionPolicy",
+        "TrafficPolicy",
+        "AgentgatewayPolicy",
+    }
 
 
 # ---- Switches

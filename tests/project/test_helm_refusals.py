@@ -641,6 +641,22 @@ PROBLEMS: list[tuple[Values, str]] = [
         ),
         "shadow.enabled=true.",
     ),
+    *(
+        row(
+            {name: {"enabled": True, "targetRefs": [{"name": "chat"}]}},
+            f"{name}.enabled raises the body limit of a Gateway, and none is named: set",
+            f"{name}.gateway.",
+        )
+        for name in ("kgateway", "agentgateway")
+    ),
+    *(
+        row(
+            {name: {"enabled": True, "gateway": "public"}, "tls": {"existingSecret": "s"}},
+            f"tls.existingSecret: the chart does not configure TLS from {name} to Loopguard: take",
+            "it out, and let networkPolicy.gateways say who can connect.",
+        )
+        for name in ("kgateway", "agentgateway")
+    ),
     row(
         merged(ISTIO, {"envoy": {"shadowMode": "partial"}}),
         (

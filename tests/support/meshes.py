@@ -143,6 +143,98 @@ def gateway_configuration(text: str, values: Values) -> str:
     return json.dumps(made)
 
 
+def kgateway_configuration(text: str, values: Values) -> str:
+    """An Envoy as kgateway 2.2 configures it for a policy of the Gateway, from its source.
+
+    The filter is disabled, and enabled by the route configuration. It is in a composite filter,
+    so that a route can turn off all ext_proc filters.
+    """
+    made = without_loopguard(read_yaml(text))
+    made_of = objects(values)
+    (extension,) = of_kind(made_of, "GatewayExtension")
+    (listener_policy,) = of_kind(made_of, "ListenerPolicy")
+    asked = extension["spec"]["extProc"]
+    settings = listener_policy["spec"]["default"]
+    manager = http_manager(made)
+    manager |= {"use_remote_address": True, "normalize_path": True, "merge_slashes": True}
+    removed = settings["httpSettings"]["earlyRequestHeaderModifier"]["remove"]
+    mutation = "envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
+    manager["early_header_mutation_extensions"] = [
+        {
+            "name": "envoy.http.early_header_mutation.header_mutation",
+            "typed_config": {
+                "@type": f"type.googleapis.com/{mutation}",
+                "mutations": [{"remove": name} for name in removed],
+            },
+        }
+    ]
+    (listener,) = made["static_resources"]["listeners"]
+    listener["per_connection_buffer_limit_bytes"] = settings["perConnectionBufferLimitBytes"]
+    ext_proc = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3"
+    processor = {
+        "@type": f"{ext_proc}.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "loopguard"}},
+        "failure_mode_allow": asked["failOpen"],
+        "message_timeout": f"{seconds(asked['messageTimeout']):.3f}s",
+        "max_message_timeout": f"{seconds(asked['maxMessageTimeout']):.3f}s",
+        "stat_prefix": asked["statPrefix"],
+        "processing_mode": {
+            re.sub("([A-Z])", lambda found: f"_{found[0].lower()}", key): mode
+            for key, mode in asked["processingMode"].items()
+        },
+        "metadata_options": {"forwarding_namespaces": asked["metadataOptions"]["forwarding"]},
+    }
+    composite = "type.googleapis.com/envoy.extensions.filters.http.composite.v3"
+    matching = "type.googleapis.com/envoy.extensions.matching"
+    not_turned_off = {
+        "input": {
+            "name": "disable",
+            "typed_config": {
+                "@type": f"{matching}.common_inputs.network.v3.DynamicMetadataInput",
+                "filter": "dev.kgateway.disable_ext_proc",
+                "path": [{"key": "disable"}],
+            },
+        },
+        "custom_match": {
+            "name": "envoy.matching.matchers.metadata_matcher",
+            "typed_config": {
+                "@type": f"{matching}.input_matchers.metadata.v3.Metadata",
+                "invert": True,
+                "value": {"bool_match": True},
+            },
+        },
+    }
+    action = {
+        "name": "composite-action",
+        "typed_config": {
+            "@type": f"{composite}.ExecuteFilterAction",
+            "typed_config": {"name": "envoy.filters.http.ext_proc", "typed_config": processor},
+        },
+    }
+    matcher = {"predicate": {"single_predicate": not_turned_off}, "on_match": {"action": action}}
+    name = f"ext_proc/{extension['metadata']['namespace']}/{extension['metadata']['name']}"
+    manager["http_filters"].insert(
+        0,
+        {
+            "name": name,
+            "disabled": True,
+            "typed_config": {
+                "@type": "type.googleapis.com/"
+                "envoy.extensions.common.matching.v3.ExtensionWithMatcher",
+                "extension_config": {
+                    "name": "composite_ext_proc",
+                    "typed_config": {"@type": f"{composite}.Composite"},
+                },
+                "xds_matcher": {"matcher_list": {"matchers": [matcher]}},
+            },
+        },
+    )
+    manager["route_config"]["typed_per_filter_config"] = {
+        name: {"@type": f"{ext_proc}.ExtProcPerRoute", "overrides": {}}
+    }
+    return json.dumps(made)
+
+
 # The folder that `make test-mesh` builds into.
 BUILT = os.environ.get("LOOPGUARD_TEST_MESH", "")
 

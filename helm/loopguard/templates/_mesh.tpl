@@ -219,3 +219,30 @@ intercept Prometheus, which has no mesh certificate. Istio's telemetry needs the
 {{- end -}}
 {{- toJson $made -}}
 {{- end }}
+
+{{/* The targets of a Gateway API policy, else the whole Gateway, as YAML. Takes gateway and targetRefs. */}}
+{{- define "loopguard.targetRefs" -}}
+{{- range default (list (dict "kind" "Gateway" "name" .gateway)) .targetRefs }}
+- group: gateway.networking.k8s.io
+  kind: {{ default "HTTPRoute" .kind }}
+  name: {{ .name | quote }}
+  {{- with .sectionName }}
+  sectionName: {{ . | quote }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Headers to remove from client requests, as YAML. */}}
+{{- define "loopguard.removedHeaders" -}}
+- x-fairvisor-warning # remove Loopguard's own headers from client requests
+- x-loopguard-steered
+- x-loopguard-narrowed
+# And headers that make Envoy repeat a counted request.
+- x-envoy-hedge-on-per-try-timeout
+- x-envoy-max-retries
+- x-envoy-retriable-header-names
+- x-envoy-retriable-status-codes
+- x-envoy-retry-grpc-on
+- x-envoy-retry-on
+- x-envoy-upstream-rq-per-try-timeout-ms
+{{- end }}

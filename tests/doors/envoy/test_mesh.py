@@ -45,6 +45,7 @@ from tests.support.meshes import (
     each_istio,
     envoy_filter,
     gateway_configuration,
+    kgateway_configuration,
     unwrap,
 )
 from tests.support.model_paths import MODEL_CALLS, OTHER_CALLS
@@ -429,6 +430,49 @@ def test_envoy_gateway_refuses_holds_and_survives_a_death(user: dict[str, str]) 
         found = {made.send(f"/{number}").status for number in range(40)}
 
     assert (sent, held, ignored, refused, found) == (1, [200] * 8, 6, [200, 200, 429], {200})
+
+
+# ---- kgateway
+
+
+@contextmanager
+def kgateway(**more: object) -> Iterator[Stack]:
+    slow = policy("slow", {"pathPrefix": "/slow"}, action="throttle", max_delay_ms=400)
+    policies = bundle(policy("chat", {"pathPrefix": "/chat"}), slow)
+    values = merged(
+        CASES["example-kgateway"], {"policies": {"bundle": policies}, "envoy": dict(more)}
+    )
+    with stack(policies, edit=lambda text: kgateway_configuration(text, values)) as made:
+        yield made
+
+
+def test_kgateway_refuses_holds_and_removes_forged_headers(user: dict[str, str]) -> None:
+    with kgateway() as made:
+        refused = made.repeat("/chat", 4, body=b"x" * 3_000_000, headers=user)
+        held = made.repeat("/slow", 5, headers={**user, "x-loopguard-steered": "1", **RETRY})
+        received = made.upstream.seen[-1]
+        ignored = made.envoy.stat(
+            "http.ingress.ext_proc.loopguard.override_message_timeout_ignored"
+        )
+        made.loopguard.stop()
+        without = made.send("/chat", headers=user).status
+
+    assert (refused, held, ignored, without) == ([200, 200, 429, 429], [200] * 5, 0, 200)
+    assert received.header("x-loopguard-steered") is None
+
+
+def test_kgateway_answers_413_or_500_as_values_say(user: dict[str, str]) -> None:
+    with kgateway(bufferLimitBytes=99_999, failureMode="deny") as made:
+        with suppress(OSError):  # Envoy need not read on once it has answered
+            made.post("/chat", b"x" * 1_000_000, user)
+        refused = eventually(
+            lambda: made.loopguard.metric("uncounted_total", policy="chat", reason="too_large"),
+            "a 413",
+        )
+        made.loopguard.stop()
+        without = made.post("/chat", b"other", user).status
+
+    assert (refused, without) == (1, 500)
 
 
 THEIRS: Values = {"policies": {"existingConfigMap": "theirs"}}

@@ -86,6 +86,20 @@ def of_kind(made: list[Object], kind: str) -> list[Object]:
     return [item for item in made if item["kind"] == kind]
 
 
+def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
+    """A JSON Schema without unknown keys."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(item) for key, item in schema.items()}
+    return (
+        {"additionalProperties": False, **made}
+        if "properties" in made and made.get("type") == "object"
+        else made
+    )
+
+
 def one(made: list[Object], kind: str, name: str = NAME) -> Object:
     (found,) = (item for item in of_kind(made, kind) if item["metadata"]["name"] == name)
     return found
