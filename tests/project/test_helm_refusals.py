@@ -643,6 +643,14 @@ PROBLEMS: list[tuple[Values, str]] = [
     ),
     *(
         row(
+            {"istio": {"enabled": True, "waypoint": "w", "tls": "AUTO", **more}},
+            "istio.waypoint=w selects the waypoint by name, and ztunnel encrypts its connections:",
+            "set istio.tls=AUTO, and leave out istio.workloadSelector and istio.listenerPort.",
+        )
+        for more in ({"tls": "DISABLE"}, {"workloadSelector": {"app": "a"}}, {"listenerPort": 80})
+    ),
+    *(
+        row(
             {name: {"enabled": True, "targetRefs": [{"name": "chat"}]}},
             f"{name}.enabled raises the body limit of a Gateway, and none is named: set",
             f"{name}.gateway.",
@@ -756,6 +764,7 @@ def test_all_problems_are_reported_at_once() -> None:
         merged(ISTIO, {"envoy": {"shadowMode": "partial"}, "shadow": {"enabled": True}}),
         merged(on_route(policies=["any"]), {"policies": {"existingConfigMap": "theirs"}}),
         merged(ISTIO, GATEWAY),
+        {"istio": {"enabled": True, "waypoint": "w", "tls": "AUTO"}},
         merged(ISTIO, {"istio": {"context": "SIDECAR_INBOUND", "workloadSelector": {"app": "a"}}}),
         all_sidecars("SIDECAR_OUTBOUND", "agents"),
     ],
