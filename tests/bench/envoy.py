@@ -16,6 +16,7 @@ from urllib.request import urlopen
 from tests.bench import samples
 from tests.bench.envoy_config import running_envoy
 from tests.bench.load import load, write_chats
+from tests.bench.paced import run_paced
 from tests.bench.processes import (
     NOT_COMPILED,
     SOURCES,
@@ -26,7 +27,7 @@ from tests.bench.processes import (
     serve,
 )
 from tests.bench.report import Row, progress
-from tests.bench.timing import process_cpu, ratio, spread
+from tests.bench.timing import difference, interleaved, process_cpu, ratio, spread
 from tests.support.servers import free_port
 
 TITLE = (
@@ -36,6 +37,7 @@ TITLE = (
 
 _CONNECTIONS = 16
 _WARM_UP = 500
+_RATE = 1_000  # of requests per second whose latency is measured
 
 # By listener; each one that can run takes part in every round.
 _SERVERS = {
@@ -105,6 +107,12 @@ class _Lab:
         self._sent[name] += requests
         return _Cost(used / requests * 1e6, envoy / requests * 1e6, requests / seconds)
 
+    def pace(self, name: str, seconds: int) -> list[float]:
+        """Latencies in milliseconds: p50, p99, p99.9."""
+        first, count = self._sent[name], _RATE * seconds
+        self._sent[name] += count
+        return run_paced(self.ports[name], _RATE, seconds, first)
+
     def check_guards(self) -> None:
         """Check that each guard saw every body and refused nothing."""
         for name in self._pids.keys() & self._admins.keys():
@@ -173,7 +181,7 @@ def _commands(
 
 
 def run(*, quick: bool) -> list[Row]:
-    rounds, requests = (3, 1_000) if quick else (9, 3_000)
+    rounds, requests, seconds = (3, 1_000, 2) if quick else (9, 3_000, 5)
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
         progress("envoy: warming up", 0, rounds)
         for name in lab.ports:
@@ -183,8 +191,21 @@ def run(*, quick: bool) -> list[Row]:
             progress("envoy: in turns", number, rounds)
             for name, costs in found.items():
                 costs.append(lab.load(name, requests))
+        progress("envoy: latency", 1, 1)
+        guard = "guard" if "guard" in lab.ports else "pure"
+        works = {name: lambda name=name: lab.pace(name, seconds) for name in (_WITHOUT, guard)}
+        paced = interleaved(rounds, works)
         lab.check_guards()
-    return _rows(found, lab.missing)
+    return [*_rows(found, lab.missing), *_latencies(paced, guard)]
+
+
+def _latencies(paced: Mapping[str, list[list[float]]], guard: str) -> Iterator[Row]:
+    for at, quantile in enumerate(("p50", "p99")):
+        found = {name: [each[at] for each in latencies] for name, latencies in paced.items()}
+        with_it, without = (median(found[name]) for name in (guard, _WITHOUT))
+        note = f"{with_it:.2f} vs. {without:.2f} ms at the client"
+        label = f"{_RATE:,} requests/s: {quantile} added by {_SERVERS[guard]}"
+        yield Row(label, difference(found, guard, _WITHOUT), "ms", None, note)
 
 
 def _rows(found: Mapping[str, list[_Cost]], missing: Mapping[str, str]) -> list[Row]:

@@ -6,6 +6,9 @@ from hashlib import blake2b
 from pathlib import Path
 from statistics import median, quantiles
 from time import clock_gettime, thread_time
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # The clock of a process' CPU time in nanoseconds (Linux, posix-timers_types.h).
 _CPU_CLOCK = 2
@@ -36,9 +39,9 @@ def at_one_clock(measure: Callable[[], float]) -> float:
     return spent / ((before + measure_clock()) / 2)
 
 
-def interleaved(rounds: int, works: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+def interleaved(rounds: int, works: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
     """Run every work once a round, A B A B, so that a slow moment hits all of them."""
-    found: dict[str, list[float]] = {name: [] for name in works}
+    found: dict[str, list[T]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
             found[name].append(work())
