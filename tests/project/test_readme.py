@@ -151,6 +151,7 @@ class Instead(NamedTuple):
 # By the start of the command.
 NOT_TYPED: Mapping[str, Instead] = {
     "make bench": Instead("it measures for minutes, and nothing else may run then", _has_flags),
+    "make prompt-cache": Instead("it installs real clients and runs them for minutes", _has_flags),
     "loopguard canary": Instead(
         "its exit code says what it found; tests/doors/operator/test_canary_stack.py asks",
         _has_flags,
