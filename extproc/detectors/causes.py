@@ -22,7 +22,7 @@ from extproc.apis.tools import OTHERS
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.failures import SAID_WITHIN, TRANSIENT, find_complaint
-from extproc.detectors.loops import CYCLE, ERROR, NOTHING_FOUND, REPEAT, RESULT, SAME_CHANGE
+from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
 from extproc.detectors.schemas import MISSING, UNKNOWN, Fault, find_fault, join_path
 from extproc.detectors.turn import FAILURE_MARK, Turn, read_turns
 from extproc.request.document import (
@@ -119,8 +119,7 @@ def find_cause(document: Document, repeat: Repeat | None, newer: int = 0) -> Cau
             length = repeat.calls // max(repeat.count, 1)
             return _explain_cycle(conversation, [newest, *islice(turns, length - 1)], repeat)
         if not newest.failed:
-            unquoted = {NOTHING_FOUND, SAME_CHANGE}
-            return None if repeat.rule in unquoted else _quote_result(newest)
+            return _quote_result(newest) if repeat.rule in _EQUAL else None
         return _blame_call(conversation, newest, repeat) or _quote_failure(newest, repeat)
     except NotCounted:
         return None

@@ -9,6 +9,9 @@ threshold t, the newest turn is part of a loop by one of these rules:
   An agent that edits and runs the same tests has new turns in between.
 - CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1)
   rounds from length 5 on; at most 32 turns in all.
+- ACTION_CYCLE: the last actions are max(3, t) rounds of a cycle of 2 to 4 different actions. In
+  more than half of the rounds, each action had the same result; for the newest turn's action, it is
+  this turn's. It gets a note at most.
 - ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an
   assistant that only talks.
 - TALK: in the last max(10, t) turns, the assistant only talks, and hears the same each time, digits
@@ -93,6 +96,7 @@ Step = TypeVar("Step")
 REPEAT: Final = "repeat"
 RESULT: Final = "result"
 CYCLE: Final = "cycle"
+ACTION_CYCLE: Final = "action_cycle"
 ERROR: Final = "error"
 TALK: Final = "talk"
 NOTHING_NEW: Final = "nothing_new"
@@ -107,6 +111,10 @@ _MIN_UNREPAIRED: Final = 8
 _MIN_CHANGES: Final = 5
 _LONG_ARGUMENTS: Final = 60
 """For SAME_CHANGE: the minimum number of turns, and of bytes; moves and clicks have fewer."""
+
+_MIN_ROUNDS: Final = 3
+_MOST_ACTIONS: Final = 4
+"""For ACTION_CYCLE: the minimum number of rounds, and the maximum number of actions in each."""
 
 _MIN_SEARCHES: Final = 8
 _OTHER_STEPS: Final = 4
@@ -177,7 +185,8 @@ class History(Newest[AnyTurn]):
     Attributes:
         elsewhere: the server stores earlier turns.
         after: reference to what the request continues there; may be empty.
-        again: places of turns that equal the newest one, among the first `compared` turns.
+        acted: places of turns with the newest one's action, among the first `compared` turns.
+        again: those of turns that equal the newest one.
         compared: number of turns compared with the newest one, including itself.
         reading: reads the turns of a request; None for other turns.
     """
@@ -193,6 +202,7 @@ class History(Newest[AnyTurn]):
         """The turns come from a source: a request's `reading`, or the store's entries."""
         self._source = source
         self._taken = []
+        self.acted: list[int] = []
         self.again: list[int] = []
         self.compared = 1
         self.reading = reading
@@ -480,8 +490,10 @@ class TurnRule:
         for place in range(
             history.compared, len(looked_at)
         ):  # shared by the detector's rules, which differ only in thresholds
-            if same_turn(newest, looked_at[place], normalized=self._normalized):
-                history.again.append(place)
+            if same_action(newest, looked_at[place]):
+                history.acted.append(place)
+                if same_turn(newest, looked_at[place], normalized=self._normalized):
+                    history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
         if isinstance(newest, Turn) and again and newest.came.images:
@@ -513,6 +525,8 @@ class TurnRule:
         found = None
         if self._notes and again and again[0] <= self._max_cycle:
             found = self._nothing_new(history, limit)
+        if self._notes and found is None and history.acted:
+            found = self._action_cycle(history, history.acted[0])
         if self._notes and found is None:
             if newest.failed:
                 found = self._similar_error(history, limit)
@@ -573,20 +587,46 @@ class TurnRule:
     def _cycle(self, history: History, length: int) -> Repeat | None:
         """The loop if the newest turns are enough rounds of a cycle of this length."""
         members = history.newest(length)
-        limits = [self._limits.of(turn.names) for turn in members]
-        rounds = count_rounds(length, max([limit.threshold for limit in limits]))
+        limit = self._limit_all(members)
+        rounds = count_rounds(length, limit.threshold)
         span = min(length * rounds, self._filled or USUAL_TURNS + 1)
-        known = not any(
-            limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True)
-        )
-        if span > USUAL_TURNS or not known or not history.is_cycle(length, span, self._same):
+        if span > USUAL_TURNS or limit.allow or not history.is_cycle(length, span, self._same):
             return None
         names = tuple([name for turn in reversed(members) for name in turn.names])
-        reason = next((limit.reason for limit in limits if limit.reason), "")
-        strength = weigh(history.newest(span), length)
+        reason, strength = limit.reason, weigh(history.newest(span), length)
         return Repeat(
             names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength
         )
+
+    def _limit_all(self, members: Sequence[AnyTurn]) -> Limit:
+        """The limit of a cycle; one with an unknown action is allowed."""
+        limits = [self._limits.of(turn.names) for turn in members]
+        return Limit(
+            max([limit.threshold for limit in limits]),
+            next((limit.reason for limit in limits if limit.reason), ""),
+            any(limit.allow for limit in limits) or not all(turn.known for turn in members),
+        )
+
+    def _action_cycle(self, history: History, length: int) -> Repeat | None:
+        """The loop (a note only) if actions are a cycle, and most results are the same."""
+        if not MIN_CYCLE <= length <= min(_MOST_ACTIONS, self._max_cycle):
+            return None
+        members = history.newest(length)
+        limit = self._limit_all(members)
+        rounds = max(_MIN_ROUNDS, limit.threshold)
+        span = length * rounds
+        if span > USUAL_TURNS or limit.allow or not history.is_cycle(length, span, same_action):
+            return None
+        turns = history.newest(span)
+        for place in range(length):
+            each = turns[place::length]
+            agreeing = [
+                sum([self._same(one, other) for other in each])
+                for one in (each if place else each[:1])
+            ]
+            if 2 * max(agreeing) <= rounds:
+                return None
+        return make_note(ACTION_CYCLE, _list_names(members), rounds, span, limit.reason)
 
     def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
         return same_turn(one, other, normalized=self._normalized)

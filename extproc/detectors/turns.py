@@ -25,6 +25,7 @@ from extproc.detectors.chain import (
 from extproc.detectors.complaints import complains, leave_out_answer
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import (
+    ACTION_CYCLE,
     CYCLE,
     ERROR,
     MAX_TURNS,
@@ -481,6 +482,14 @@ def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
     return what, "a step outside this cycle, or a result that differs from the last round"
 
 
+def _explain_action_cycle(repeat: Repeat) -> tuple[str, str]:
+    what = (
+        f"the last {repeat.calls} turns were {repeat.count} rounds of the same actions"
+        f"{_list_tried(repeat)}, with mostly the same results"
+    )
+    return what, "another action, or news from each of these"
+
+
 def _explain_error(repeat: Repeat) -> tuple[str, str]:
     return (
         (
@@ -541,6 +550,7 @@ _EXPLAIN = {
     REPEAT: _explain_repeat,
     RESULT: _explain_result,
     CYCLE: _explain_cycle,
+    ACTION_CYCLE: _explain_action_cycle,
     ERROR: _explain_error,
     TALK: _explain_talk,
     NOTHING_NEW: _explain_nothing_new,

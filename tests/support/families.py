@@ -356,6 +356,19 @@ PROGRESS: dict[str, Family] = {
             lambda at: call(tool, result if at % 2 else f"page {at}", at, query=f"word {at}"), 40
         ),
     ),
+    # The same steps for each file.
+    "the same round for each file": cross(
+        ["edit", "write_file", "str_replace", "apply_patch", "insert", "mcp__disk__write_file"],
+        ["run_tests", "pytest", "make", "cargo", "go"],
+        lambda edit, test: each(
+            lambda at: [
+                call(test, "12 passed", at, target="all"),
+                call("read_file", f"file {at}", at, path=f"{at}.py"),
+                call(edit, "ok", at, path=f"{at}.py"),
+            ][at % 3],
+            30,
+        ),
+    ),
     # Good news, and empty results of tools that do not search.
     "all is well": cross(
         ["get_diagnostics", "check_file", "list_alerts", "bash", "send_mail", "mcp__db__describe"],
@@ -527,6 +540,20 @@ LOOPS: dict[str, Family] = {
         EMPTY,
         lambda tool, result: each(
             lambda n: call(tool, result, n, query=f"invoice {' of acme' * (n % 4)} {n}"),
+            LOOP_TURNS,
+        ),
+    ),
+    # Each action has another result in every third round.
+    "a circle whose results vary": cross(
+        _TOOLS,
+        ["ls", "view", "http_get", "run", "ask"],
+        lambda one, other: each(
+            lambda n: call(
+                [one, other, "status"][n % 3],
+                f"page {n}" if (n + n // 3) % 3 == 1 else f"nothing for {n % 3}",
+                n,
+                path="all",
+            ),
             LOOP_TURNS,
         ),
     ),

@@ -19,6 +19,7 @@ from tests.support.service import ask, list_uncounted, make_service, metadata_of
 _CALLERS = count()
 _WORDS = re.compile(r"Loop detected: (.*?)(?:, so this request was refused)?\. (.*)", re.DOTALL)
 _RULES = {
+    "mostly the same results": "action_cycle",
     " rounds of ": "cycle",
     ", but for numbers": "similar_error",
     " change was made ": "same_change",

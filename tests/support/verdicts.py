@@ -172,6 +172,7 @@ def _is_noted(seen: list[Turn], rules: Rules) -> bool:
         _fails_alike(seen, max(6, own))
         or _repairs_nothing(seen, max(8, own), rules)
         or _brings_nothing_new(seen, rules)
+        or _goes_round(seen, rules)
         or _changes_alike(seen[-max(5, own) :], max(5, own))
         or _finds_nothing(seen, max(8, own))
         or _only_talks(seen, own)
@@ -220,6 +221,24 @@ def _changes_alike(last: list[Turn], times: int) -> bool:
         and len(last[-1].argument) > 60
         and last[-1].role == CHANGES
     )
+
+
+def _goes_round(turns: list[Turn], rules: Rules) -> bool:
+    """Whether two to four actions came in turn, and most results of each, and the newest, agree."""
+    for length in range(2, min(4, rules.max_cycle) + 1):
+        rounds = max(3, *[_of(turn, rules.at(0)) for turn in turns[-length:]])
+        span = turns[-length * rounds :]
+        if len(span) < length * rounds or length * rounds > 32:
+            continue
+        members = [span[place::length] for place in range(length)]
+        if (
+            all(len({turn.action for turn in each}) == 1 for each in members)
+            and len({each[0].action for each in members}) == length
+            and all(2 * max(each.count(turn) for turn in each) > rounds for each in members)
+            and 2 * span.count(span[-1]) > rounds
+        ):
+            return True
+    return False
 
 
 def _finds_nothing(turns: list[Turn], times: int) -> bool:
@@ -388,6 +407,11 @@ class MadeUp:
         result = self.dice.choice(list(RESULTS))
         return Turn(self.dice.choice(list(TOOLS)), f"n{self.people}", result, RESULTS[result])
 
+    def vary(self, turn: Turn) -> Turn:
+        """The same action; another result of a tool."""
+        result = self.dice.choice(list(RESULTS))
+        return replace(turn, result=result, worth=RESULTS[result]) if turn.tool else turn
+
     def counted(self) -> Turn:
         """A program's usual words with another number."""
         self.people += 1
@@ -412,8 +436,15 @@ class MadeUp:
         disturbed = dice.choice([0.0, 0.12, 0.5] if around else [0.0, 0.12])
         disturbances = [self.person, self.fresh, self.turn, self.counted, self.counted]
         varied = dice.choice([1, 1, 2, 99])
+        varying = dice.choice([0.0, 0.0, 0.3])
         for number in range(rounds):
-            turns += [replace(turn, argument=f"{turn.argument}{number % tried}") for turn in unit]
+            turns += [
+                replace(
+                    self.vary(turn) if dice.random() < varying else turn,
+                    argument=f"{turn.argument}{number % tried}",
+                )
+                for turn in unit
+            ]
             if dice.random() < disturbed:
                 turns.append(dice.choice(disturbances)())
         return [

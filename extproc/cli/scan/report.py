@@ -32,6 +32,7 @@ WORDS: Final = {
     "nothing_new": "hardly a turn that was not there before",
     "similar_error": "the same error but for numbers, whatever was tried",
     "same_change": "the same change again and again, whatever came back",
+    "action_cycle": "the same actions in turn, with mostly the same results",
     "nothing_found": "look-ups that found nothing, whatever was asked",
     "nested_prompt": "a prompt that contains itself",
     "repeated_ending": "a prompt that ends with the same lines again and again",

@@ -90,6 +90,7 @@ def test_progress_is_allowed(family: Family) -> None:
         "the same error in every third turn",
         "the same change, and the file grows",
         "reworded searches find nothing",
+        "a circle whose results vary",
     ],
 )
 def test_weakest_loops_are_only_steered(kind: str) -> None:
