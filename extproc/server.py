@@ -31,11 +31,13 @@ from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.local_token import write_token
 from extproc.operator.admin.loop_page import route_page as route_loop_page
 from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.order_page import OrderPages
 from extproc.operator.admin.overrides import route_overrides
 from extproc.operator.admin.pages import Page, make_app, route_page, route_probes
 from extproc.operator.admin.reports import list_names
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.admin.sign_in import SignIn
 from extproc.operator.board import Board, View
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.sharing import Sharing
@@ -169,6 +171,12 @@ class Server:
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         self._credentials = Credentials(settings.admin_token_file, settings.admin_socket)
         canary_pages = CanaryPages(self._sharing, lambda: self._loop)
+        order_pages = OrderPages(
+            self._overrides,
+            SignIn(self._credentials, key),
+            (loop_pages, session_pages, budget_pages),
+            lambda: self._loop,
+        )
         routes = [
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
@@ -181,6 +189,7 @@ class Server:
             *coverage_pages.list_routes(),
             *canary_pages.list_routes(),
             *route_overrides(self._overrides, self._credentials, lambda: self._loop),
+            *order_pages.list_routes(),
         ]
         self.app = make_app(metrics, routes, self._credentials)
         self._admin = AdminServer(self.app)

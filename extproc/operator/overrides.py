@@ -54,6 +54,7 @@ from extproc.request.secrets import CREDENTIAL, extract_secret, is_secret, says_
 from extproc.sessions.names import is_vendor_session
 from extproc.sessions.session_limits import MAX_TOOLS
 from extproc.store import Store
+from extproc.store.rules.budget import Take
 from extproc.store.rules.documents import MAX_ORDERS, ORDERS, refuse_more
 from extproc.store.rules.session import NANO_DOLLARS
 
@@ -114,6 +115,19 @@ class Seen(NamedTuple):
     policies: Mapping[str, Collection[str]] = {}
 
 
+class Prepared(NamedTuple):
+    """An order that is not applied yet.
+
+    Attributes:
+        notes: remarks for the operator.
+        takes: what a one-time grant adds to budgets.
+    """
+
+    override: ActiveOverride
+    notes: list[str]
+    takes: Sequence[Take] = ()
+
+
 class Serving(Protocol):
     """The part of the service that overrides need. `overrides` is None if there are none."""
 
@@ -151,30 +165,50 @@ class OverrideService:
         standing = [override for override in self._standing.values() if now < override.ends]
         return sorted(standing, key=lambda override: -override.since)
 
-    async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
-        """Apply an order: on this replica at once, on others within a second.
+    async def prepare(self, order: object, who: str) -> Prepared:
+        """The override that an order makes now, without applying it.
 
-        Returns the override and remarks for the operator. Raises BadOrderError, or StoreError if it
-        cannot be stored.
+        Raises BadOrderError, or StoreError if the store is away.
         """
         plans = self._service.engine.plans
         override = parse_order(order, who, time(), plans, self._service.key)
+        plans = [*plans, *self._service.handed_over.list_plans()]
         if override.budget:
-            return await self._credit(override, who)
-        if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
-            raise refuse_more()  # checked here to spare the store a request
+            rows = await asyncio.to_thread(self.list_budgets)
+            takes, notes = find_credits(override, rows, plans, time())
+            met = sorted({row.policy for row in rows if concerns(override, row)})
+            return Prepared(override._replace(meets=tuple(met)), notes, takes)
         if override.kind == RELEASE:
             await self.refresh()
             override = outlast_kills(override, self.list_standing())
         # The limit key of the order's session; empty if it has no session or gives a hash
         session = order.get("session") if isinstance(order, dict) else None
         session_key = next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
-        plans = [*plans, *self._service.handed_over.list_plans()]
         hashes = _find_hashes(override.target, session_key)
         seen = await asyncio.to_thread(self.list_seen) if hashes else None
         override = override._replace(
             meets=tuple(find_met(override, plans, [value for _, value in hashes], seen))
         )
+        missed = remark_on_missed(override, plans) if seen is not None else ()
+        notes = [
+            *remark(override, plans, session_key),
+            *_remark_on_hashes(hashes, seen),
+            *missed,
+        ]
+        return Prepared(override, notes)
+
+    async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
+        """Apply an order: on this replica at once, on others within a second.
+
+        Returns the override and remarks for the operator. Raises BadOrderError, or StoreError if it
+        cannot be stored.
+        """
+        prepared = await self.prepare(order, who)
+        override = prepared.override
+        if override.budget:
+            return await self._credit(prepared, who)
+        if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
+            raise refuse_more()  # checked here to spare the store a request
         seconds = override.ends - override.since
         await self._store.documents.put(
             ORDERS, _BOOK, override.name, write_override(override), seconds
@@ -182,21 +216,11 @@ class OverrideService:
         _announce("override given", override, who)
         self.emit(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
-        missed = remark_on_missed(override, plans) if seen is not None else ()
-        return override, [
-            *remark(override, plans, session_key),
-            *_remark_on_hashes(hashes, seen),
-            *missed,
-        ]
+        return override, prepared.notes
 
-    async def _credit(self, grant: ActiveOverride, who: str) -> tuple[ActiveOverride, list[str]]:
+    async def _credit(self, prepared: Prepared, who: str) -> tuple[ActiveOverride, list[str]]:
         """Add a grant's amount to its budgets, once; see `give`."""
-        rows = await asyncio.to_thread(self.list_budgets)
-        plans = [*self._service.engine.plans, *self._service.handed_over.list_plans()]
-        takes, notes = find_credits(grant, rows, plans, time())
-        grant = grant._replace(
-            meets=tuple(sorted({row.policy for row in rows if concerns(grant, row)}))
-        )
+        grant, notes, takes = prepared
         await self.refresh()
         if grant.name in self._standing:
             return grant, ["this grant was given before and is not added again"]

@@ -25,10 +25,12 @@ from extproc.operator.admin.coverage_report import CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page
 from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.order_page import OrderPages
 from extproc.operator.admin.overrides import route_overrides
 from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.admin.sign_in import SignIn
 from extproc.operator.board import Board
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.sharing import Sharing
@@ -115,6 +117,7 @@ class Operated:
         services: one for each replica.
         orders: shown on the pages in place of the real orders.
         says_coverage: reports begin with the share of guarded requests.
+        tokens: path of the token file; empty for none.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Operated:
             giver.list_budgets = partial(self._list_budgets, place)
         self.orders = orders
         self.says_coverage = True
+        self.tokens = ""
         self._names = [make_replica_name() for _ in self.services]
         self._price = price
 
@@ -305,6 +309,10 @@ class Operated:
         canaries = CanaryPages(
             Sharing(service.pairs, self.store, self._names[replica]), _start_loop
         )
+        credentials = Credentials(self.tokens)
+        ordering = OrderPages(
+            giver, SignIn(credentials, service.key), (loops, sessions, budgets), _start_loop
+        )
         routes = [
             route_page(loops, sessions, budgets),
             *loops.list_routes(),
@@ -312,9 +320,10 @@ class Operated:
             *budgets.list_routes(),
             *coverage.list_routes(),
             *canaries.list_routes(),
-            *route_overrides(giver, Credentials(""), _start_loop),
+            *route_overrides(giver, credentials, _start_loop),
+            *ordering.list_routes(),
         ]
-        return make_app(service.metrics, routes)
+        return make_app(service.metrics, routes, credentials)
 
 
 def operate(

@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import getpass
 import os
-import re
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from extproc.engine.orders import MAX_SECONDS
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
+from extproc.operator.admin.commands import read_duration
 from extproc.settings import ENV_PREFIX
 
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 _OPERATOR_HEADER = "x-loopguard-operator"
 
 
@@ -96,19 +93,6 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     if duration := getattr(options, "duration", None):
         order["seconds"] = read_duration(duration)
     return {key: value for key, value in order.items() if value}
-
-
-def read_duration(text: str) -> int:
-    """Parse a duration such as `30m` to seconds; raises UsageError."""
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        raise UsageError(
-            f"--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not {text!r}"
-        )
-    seconds = int(found[1]) * _UNITS[found[2]]
-    if seconds > MAX_SECONDS:
-        raise UsageError(f"--for is at most {MAX_SECONDS // _UNITS['d']}d, not {text}")
-    return seconds
 
 
 def make_headers(options: argparse.Namespace, client: AdminClient) -> dict[str, str]:

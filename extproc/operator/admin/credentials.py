@@ -2,8 +2,8 @@
 
 On loopback, a server without a token file writes one for its own user; see `local_token`.
 
-Pages cannot make changes through a user's browser (CSRF): it sends no token by itself, and a page's
-requests are recognized by their headers.
+Other sites cannot make changes through a user's browser (CSRF): it sends no token by itself, and a
+page's requests are recognized by their headers. Forms of the server's own pages use `sign_in`.
 """
 
 from __future__ import annotations
@@ -113,6 +113,11 @@ class Credentials:
             "This server takes no orders: start it with --admin-token-file or --admin-socket.",
         )
 
+    @property
+    def signs_in(self) -> bool:
+        """Whether operators can sign in to the page: with --admin-token-file."""
+        return bool(self._path) and self._shared is None
+
     def check(self, request: Request) -> str:
         """The operator's name and kind of credential; raises HTTPException if unauthorized."""
         if any(header in request.headers for header in _BROWSERS):
@@ -125,7 +130,7 @@ class Credentials:
             raise HTTPException(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json"
             )
-        name = _ODD.sub("?", request.headers.get(OPERATOR_HEADER, "somebody"))[:_LONGEST_NAME]
+        name = clean_name(request.headers.get(OPERATOR_HEADER, ""))
         # The Unix socket's address has no port. File permissions protect the socket.
         server = request.scope.get("server")
         if server is not None and server[1] is None:
@@ -143,14 +148,7 @@ class Credentials:
                 ),
             )
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        try:
-            tokens = self._read()
-        except (OSError, ValueError) as error:
-            told = (
-                f"{self._shared or 'the token file'}: "
-                f"{_explain(error)}{'; restart the server' if self._shared else ''}"
-            )
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, told) from None
+        tokens = self.list_tokens()
         given = shown.strip().encode("utf-8", "surrogateescape")
         good = [
             hmac.compare_digest(given, token) for token in tokens
@@ -167,6 +165,17 @@ class Credentials:
                 )
             raise HTTPException(HTTPStatus.UNAUTHORIZED, hint, challenge)
 
+    def list_tokens(self) -> list[bytes]:
+        """The current tokens; raises HTTPException if the file is unusable."""
+        try:
+            return self._read()
+        except (OSError, ValueError) as error:
+            told = (
+                f"{self._shared or 'the token file'}: "
+                f"{_explain(error)}{'; restart the server' if self._shared else ''}"
+            )
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, told) from None
+
     def _read(self) -> list[bytes]:
         """The tokens; raises OSError, or ValueError if a token is too short."""
         with Path(self._path).open("rb") as file:
@@ -174,6 +183,11 @@ class Credentials:
         if not tokens or any(len(token) < _LEAST_TOKEN for token in tokens):
             raise ValueError(f"each line must hold a token of at least {_LEAST_TOKEN} characters")
         return tokens
+
+
+def clean_name(given: str) -> str:
+    """An operator's name, as claimed, for the log."""
+    return _ODD.sub("?", given.strip() or "somebody")[:_LONGEST_NAME]
 
 
 def _explain(error: OSError | ValueError) -> str:

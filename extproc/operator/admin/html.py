@@ -46,20 +46,27 @@ def prefers_html(request: Request) -> bool:
     return _HTML in request.headers.get("accept", "")
 
 
-def send_html(request: Request, template: str, at: str, **values: object) -> HTMLResponse:
+def send_html(
+    request: Request,
+    template: str,
+    at: str,
+    status: HTTPStatus = HTTPStatus.OK,
+    **values: object,
+) -> HTMLResponse:
     """Render a template with these values; `at` is the report's time in the format of RFC 3339."""
     nonce = secrets.token_urlsafe(16)
     common = {"nonce": nonce, "now": read_time(at), "refresh": REFRESH_SECONDS, "notes": _NOTES}
+    credentials = request.app.state.credentials
     html = _load(template).render(
-        **common, asking=request.app.state.credentials.explain(request), **values
+        **common, asking=credentials.explain(request), signs_in=credentials.signs_in, **values
     )
     headers = {
         "content-security-policy": _POLICY.format(nonce),
         "cache-control": "no-store",
-        "referrer-policy": "no-referrer",
+        "referrer-policy": "same-origin",  # with `no-referrer`, forms have the Origin `null`
         "x-content-type-options": "nosniff",
     }
-    return HTMLResponse(html, HTTPStatus.OK, headers)
+    return HTMLResponse(html, status, headers)
 
 
 @cache

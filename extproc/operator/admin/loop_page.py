@@ -124,7 +124,7 @@ def _send(
         left_out=used["total"]["budgets"] - len(used["budgets"]),
         charts=charts[:_MAX_CHARTS],
         more_charts=max(0, len(charts) - _MAX_CHARTS),
-        standing=[_describe_order(order) for order in orders[:_MAX_ORDERS]],
+        standing=[describe_order(order) for order in orders[:_MAX_ORDERS]],
         more_orders=max(0, len(orders) - _MAX_ORDERS),
         runs={**runs, "sessions": runs["sessions"][:_MAX_RUNS]},
         budgets=used if used["known"] or budgets.has_budgets() else None,
@@ -135,7 +135,8 @@ def _send(
     )
 
 
-def _describe_order(order: ActiveOverride) -> dict[str, Any]:
+def describe_order(order: ActiveOverride) -> dict[str, Any]:
+    """An order with `about`, its targets and amounts, and its commands."""
     shown = describe_override(order)
     caller = shown.get("caller", {})
     pairs = caller.items() if isinstance(caller, dict) else [("caller", caller)]

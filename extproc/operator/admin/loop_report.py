@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from extproc.decision import DONE
+from extproc.engine.orders import ActiveOverride
 from extproc.operator.admin.conversation_report import (
     GROUP_SORTS,
     LOOPING_SECONDS,
@@ -31,7 +32,6 @@ from extproc.operator.after_notes import ARMS, count_open, describe_after
 from extproc.operator.board import Board
 from extproc.operator.loop_rows import IncidentDocument, Loop, LoopDocument
 from extproc.operator.session_rows import SessionDocument, SessionRow
-from extproc.operator.standing_orders import OrderIndex
 from extproc.sessions.limits import UNNAMED
 from extproc.sessions.rates import BYTES_PER_TOKEN, Prices, estimate_tokens
 
@@ -66,7 +66,12 @@ class LoopPages(TablePages[LoopDocument]):
         self._prices = prices
         self._incidents = incidents
 
-    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
+    def report(
+        self,
+        request: Request,
+        selection: Selection,
+        orders: Sequence[ActiveOverride] | None = None,
+    ) -> dict[str, Any]:
         """The JSON of `/loops`; raises HTTPException (400) if the query is invalid."""
         now, prices = time(), self._choose_prices(request.query_params)
         view, shown = self._board.view(), self._sees_callers(request)
@@ -77,7 +82,7 @@ class LoopPages(TablePages[LoopDocument]):
             {id(loop): each for loop, each in zip(loops, described, strict=True)},
             self._incidents.view().document.rows,
             {(run.tenant, run.session) for run in runs if run.session != UNNAMED},
-            OrderIndex(self.list_orders()),
+            self._index(orders),
             prices,
             now,
         )

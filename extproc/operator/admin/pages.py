@@ -97,8 +97,8 @@ def send_page(page: Page) -> Response:
     )
 
 
-async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
-    """The JSON body; raises HTTPException if it is too long (413) or not JSON (400)."""
+async def read_body(request: Request) -> bytes:
+    """The body; raises HTTPException (413) if it is too long."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -106,6 +106,12 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
             raise HTTPException(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body must be at most {MAX_BODY} bytes"
             )
+    return body
+
+
+async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
+    """The JSON body; raises HTTPException if it is too long (413) or not JSON (400)."""
+    body = await read_body(request)
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

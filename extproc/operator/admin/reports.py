@@ -19,6 +19,7 @@ from extproc.operator.board import AnyDocument, Board, View
 from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.loop_rows import Loop
 from extproc.operator.session_rows import SessionRow
+from extproc.operator.standing_orders import OrderIndex
 
 VERSION = 1
 """Version of the JSON. Fields may be added to a version, but none changes its meaning."""
@@ -68,8 +69,13 @@ class TablePages(Generic[AnyDocument]):
         self.list_orders: Callable[[], Sequence[ActiveOverride]] = list
         self.summarize: Callable[[], list[dict[str, Any]]] = list
 
-    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
-        """The rows of the table that a request selects."""
+    def report(
+        self,
+        request: Request,
+        selection: Selection,
+        orders: Sequence[ActiveOverride] | None = None,
+    ) -> dict[str, Any]:
+        """The rows of the table that a request selects, with the active orders or with these."""
         raise NotImplementedError
 
     def list_routes(self) -> list[Route]:
@@ -84,6 +90,9 @@ class TablePages(Generic[AnyDocument]):
             )
 
         return [Route(self.path, send)]
+
+    def _index(self, orders: Sequence[ActiveOverride] | None) -> OrderIndex:
+        return OrderIndex(self.list_orders() if orders is None else orders)
 
     def _sees_callers(self, request: Request) -> bool:
         return self._shows_callers() and self.may_see_callers(request)
