@@ -1,13 +1,17 @@
 """Pages of the admin port."""
 
+import html
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from extproc.operator.admin.coverage_report import ServerState
-from tests.support.harness import Stack
+from tests.support.harness import PATIENCE, Stack
 
 
 class Outline(HTMLParser):
@@ -24,6 +28,52 @@ class Outline(HTMLParser):
             value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")
         ]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+TOKEN = "correct-horse-battery-staple"
+
+
+class Tab:
+    """A browser without scripts, which shows the page of `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = f"http://{url}"
+        self.client = httpx.Client(
+            base_url=self.url, headers={"accept": "text/html"}, timeout=PATIENCE
+        )
+        self.page = ""
+
+    def open(self, path: str) -> int:
+        return self._show(self.client.get(path, follow_redirects=True))
+
+    def press(self, word: str, section: str = "") -> int:
+        """Follow a row's button, the first below the heading `section`."""
+        text = self.page.partition(f"<h2>{section}</h2>")[2] if section else self.page
+        link = re.findall(rf'<a class="button" href="([^"]*)" aria-label="order to {word}"', text)[
+            0
+        ]
+        return self.open(html.unescape(link))
+
+    def submit(
+        self, headers: Mapping[str, str] | None = None, path: str = "", **fields: str
+    ) -> int:
+        """Send the form that the page shows, as a browser does."""
+        hidden = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', self.page)
+        (action, *_) = re.findall(r'<form class="order" method="post" action="([^"]*)"', self.page)
+        form = {name: html.unescape(value) for name, value in hidden} | fields
+        sent = {"origin": self.url} if headers is None else headers
+        return self._show(
+            self.client.post(path or action, data=form, headers=sent, follow_redirects=True)
+        )
+
+    def sign_in(self, token: str = TOKEN, name: str = "ann") -> int:
+        self.open("/login")
+        return self.submit(name=name, token=token)
+
+    def _show(self, answer: httpx.Response) -> int:
+        self.page = re.sub(r"\s+", " ", answer.text)
+        assert "form-action 'self'" in answer.headers["content-security-policy"]
+        return answer.status_code
 
 
 def list_loops(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from extproc.cli.main import main
 from tests.support.command import find_missing
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Loopguard, write_policies
+from tests.support.pages import TOKEN, Tab
 
-TOKEN = "correct-horse-battery-staple"
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 BLOCK = {"kind": "block", "caller": {"x-user-id": "ann"}, "seconds": 60}
 JSON = {"content-type": "application/json"}
@@ -271,6 +271,21 @@ def test_kill_and_grant_commands_act_once(
     )
     for name in names:
         assert main(["overrides", "--revoke", name, *good[2:]]) == 0
+
+
+def test_page_gives_and_revokes_an_order(running: Running) -> None:
+    tab = Tab(running.url.removeprefix("http://"))
+    with tab.client:
+        tab.sign_in()
+        tab.open("/order?command=loopguard block --tool deploy --for 1h")
+        assert tab.submit(reason="incident 7") == 200
+        (order,) = running.list_standing()
+        assert tab.press("revoke") == tab.submit() == 200
+
+    assert (order["tool"], order["who"]) == ("deploy", "ann (page)")
+    assert running.list_standing() == []
+    for line in ("signed in who=ann client=127.0.0.1", 'who="ann (page)"', "override revoked"):
+        assert line in running.loopguard.output()
 
 
 @pytest.mark.parametrize("content", [None, "", "short"])

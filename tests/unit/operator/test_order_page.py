@@ -3,7 +3,7 @@
 import html
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,57 +19,13 @@ from extproc.operator.admin.commands import read_command
 from tests.support.browser import BROWSER, browsing
 from tests.support.budget_policies import ask as ask_budget, bucket, limited as limited_budget
 from tests.support.command import find_missing
-from tests.support.harness import PATIENCE, eventually
+from tests.support.harness import eventually
 from tests.support.operated import Operated
-from tests.support.pages import Outline
+from tests.support.pages import TOKEN, Outline, Tab
 from tests.support.service import status
 from tests.support.session_limits import ask, limited, turns
 
-TOKEN = "correct-horse-battery-staple"
 KILL = "loopguard kill --caller 0123456789abcdef --session 0123456789abcdef"
-
-
-class Tab:
-    """A browser without scripts, which shows the page of `url`."""
-
-    def __init__(self, url: str) -> None:
-        self.url = f"http://{url}"
-        self.client = httpx.Client(
-            base_url=self.url, headers={"accept": "text/html"}, timeout=PATIENCE
-        )
-        self.page = ""
-
-    def open(self, path: str) -> int:
-        return self._show(self.client.get(path, follow_redirects=True))
-
-    def press(self, word: str, section: str = "") -> int:
-        """Follow a row's button, the first below the heading `section`."""
-        text = self.page.partition(f"<h2>{section}</h2>")[2] if section else self.page
-        link = re.findall(rf'<a class="button" href="([^"]*)" aria-label="order to {word}"', text)[
-            0
-        ]
-        return self.open(html.unescape(link))
-
-    def submit(
-        self, headers: Mapping[str, str] | None = None, path: str = "", **fields: str
-    ) -> int:
-        """Send the form that the page shows, as a browser does."""
-        hidden = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', self.page)
-        (action, *_) = re.findall(r'<form class="order" method="post" action="([^"]*)"', self.page)
-        form = {name: html.unescape(value) for name, value in hidden} | fields
-        sent = {"origin": self.url} if headers is None else headers
-        return self._show(
-            self.client.post(path or action, data=form, headers=sent, follow_redirects=True)
-        )
-
-    def sign_in(self, token: str = TOKEN, name: str = "ann") -> int:
-        self.open("/login")
-        return self.submit(name=name, token=token)
-
-    def _show(self, answer: httpx.Response) -> int:
-        self.page = re.sub(r"\s+", " ", answer.text)
-        assert "form-action 'self'" in answer.headers["content-security-policy"]
-        return answer.status_code
 
 
 def operate(folder: Path, *policies: dict[str, Any], **about: Any) -> Operated:  # noqa: ANN401
