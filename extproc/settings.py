@@ -175,9 +175,8 @@ class Settings:
         "",
         str,
         (
-            "file of tokens, one per line, for orders over the admin port; default on loopback: "
-            "one "
-            "for this server's user"
+            "file of tokens, one per line, for orders over the admin port and on its page; default "
+            "on loopback: one for this server's user, for commands"
         ),
         "PATH",
     )

@@ -65,8 +65,9 @@ IMPORTED = {
         overrides probes row_events session_rows session_table sketch standing_orders table
     """,
     "operator/admin": """
-        budget_report canary_page client coverage_report credentials local_token loop_page
-        loop_report overrides pages reports row_commands row_states run_report server session_report
+        budget_report canary_page client commands coverage_report credentials local_token loop_page
+        loop_report order_page overrides pages reports row_commands row_states run_report server
+        session_report sign_in
     """,
     "operator/canary": """
         pairs report sharing states verdict
