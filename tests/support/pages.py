@@ -54,17 +54,13 @@ class Tab:
         ]
         return self.open(html.unescape(link))
 
-    def submit(
-        self, headers: Mapping[str, str] | None = None, path: str = "", **fields: str
-    ) -> int:
+    def submit(self, headers: Mapping[str, str] | None = None, /, **fields: str) -> int:
         """Send the form that the page shows, as a browser does."""
         hidden = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', self.page)
         (action, *_) = re.findall(r'<form class="order" method="post" action="([^"]*)"', self.page)
         form = {name: html.unescape(value) for name, value in hidden} | fields
         sent = {"origin": self.url} if headers is None else headers
-        return self._show(
-            self.client.post(path or action, data=form, headers=sent, follow_redirects=True)
-        )
+        return self._show(self.client.post(action, data=form, headers=sent, follow_redirects=True))
 
     def sign_in(self, token: str = TOKEN, name: str = "ann") -> int:
         self.open("/login")

@@ -110,7 +110,7 @@ class OrderPages:
             command=text,
             order=describe_order(planned),
             revokes=command.revokes,
-            lasts=format_duration((planned.ends - planned.since) * 1_000),
+            lasts=format_duration(round((planned.ends - planned.since) * 1_000)),
             affected=affected[:_MAX_CALLERS],
             more=max(0, len(affected) - _MAX_CALLERS),
             remarks=notes,

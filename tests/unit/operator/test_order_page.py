@@ -1,10 +1,13 @@
 """Orders from the page, over real HTTP: signing in, confirming, and who cannot."""
 
 import html
+import operator
 import re
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,8 @@ import pytest
 from extproc.cli.commands import ordering
 from extproc.cli.main import main
 from extproc.errors import BadOrderError
-from extproc.operator.admin import sign_in
 from extproc.operator.admin.commands import read_command
-from tests.support.browser import BROWSER, browsing
+from tests.support.browser import BROWSER, Browser, browsing
 from tests.support.budget_policies import ask as ask_budget, bucket, limited as limited_budget
 from tests.support.command import find_missing
 from tests.support.harness import eventually
@@ -25,6 +27,7 @@ from tests.support.pages import TOKEN, Outline, Tab
 from tests.support.service import status
 from tests.support.session_limits import ask, limited, turns
 
+SIGN_IN = "extproc.operator.admin.sign_in"
 KILL = "loopguard kill --caller 0123456789abcdef --session 0123456789abcdef"
 
 
@@ -213,9 +216,9 @@ def test_order_needs_a_valid_sign_in(end: Any, tmp_path: Path) -> None:  # noqa:
 def test_sign_in_ends_after_eight_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with visiting(operate(tmp_path)) as tab:
         tab.sign_in()
-        now = sign_in.time()
+        now = time.time()
         for hours, title in ((7.9, "Kill for"), (8, "Sign in to give orders")):
-            monkeypatch.setattr(sign_in, "time", lambda hours=hours: now + hours * 3_600)
+            monkeypatch.setattr(f"{SIGN_IN}.time", partial(operator.add, now, hours * 3_600))
             tab.open(f"/order?command={KILL}")
             assert title in tab.page
 
@@ -262,8 +265,8 @@ def test_wrong_tokens_are_rate_limited(
         assert tab.sign_in() == 429
         assert re.search("too many wrong tokens from your address: try again in [0-9]+ s", tab.page)
 
-        now = sign_in.monotonic()
-        monkeypatch.setattr(sign_in, "monotonic", lambda: now + 61)
+        now = time.monotonic()
+        monkeypatch.setattr(f"{SIGN_IN}.monotonic", lambda: now + 61)
         assert tab.sign_in() == 200
 
 
@@ -300,7 +303,8 @@ def test_grant_sent_twice_counts_once(tmp_path: Path) -> None:
 def test_scripts_in_commands_are_escaped(tmp_path: Path) -> None:
     script = "loopguard block --tool '<script>document.title=1</script>' --for 1h"
     with visiting(operate(tmp_path)) as tab:
-        pages = [tab.open(f"/order?command={script}") and tab.page]
+        tab.open(f"/order?command={script}")
+        pages = [tab.page]
         tab.submit(name=script, token=TOKEN)
         pages.append(tab.page)
         assert "All callers that use the tool." in tab.page
@@ -357,6 +361,10 @@ def test_other_text_is_no_command(text: str) -> None:
         read_command(text)
 
 
+def shows(browser: Browser, title: str) -> bool:
+    return browser.read("h1") == title
+
+
 @pytest.mark.deep
 @BROWSER
 def test_phone_stops_an_explosion(tmp_path: Path) -> None:
@@ -371,7 +379,7 @@ def test_phone_stops_an_explosion(tmp_path: Path) -> None:
             ("Kill for 24 hours?", {"reason": "incident 7"}),
             ("Kill in force", {}),
         ):
-            eventually(lambda title=title: browser.read("h1") == title, title)
+            eventually(partial(shows, browser, title), title)
             assert browser.list_wide() == browser.list_unreadable() == []
             assert browser.run("document.documentElement.scrollWidth") == 390
             for name, value in fields.items():
