@@ -17,14 +17,17 @@ from extproc.operator.admin.row_states import (
     list_burning,
     read_time,
     write_age,
+    write_left,
     write_money,
     write_now,
+    write_reset,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 
 _BUDGETS_SHOWN = 5
+_CALLER_SHOWN = 24
 
 
 class Column(NamedTuple):
@@ -84,7 +87,7 @@ class LoopScreen:
             )
         if rows:
             yield table
-        for line in write_budgets(report.get("budgets"), width):
+        for line in write_budgets(report.get("budgets"), now, width):
             yield Text(escape_controls(line), no_wrap=True, overflow="ellipsis")
         hint = (
             "commands that stop or free each: loopguard top --commands"
@@ -97,7 +100,7 @@ class LoopScreen:
             yield Text(escape_controls(line), no_wrap=True, overflow="ignore")
 
 
-def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
+def write_budgets(report: Mapping[str, Any] | None, now: float, width: int) -> list[str]:
     """A line about all budgets and one for each of the tightest; empty without budgets."""
     if report is None or not (report["known"] or report["exist"]):
         return []
@@ -122,17 +125,14 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
             if row["open"]
             else f"{'~' if row.get('estimated') else ''}{row['used_percent']:.0f} %"
         )
-        again = (
-            "" if row["reset_seconds"] is None else f", full in {write_age(row['reset_seconds'])}"
-        )
         shadow = " (shadow)" if row["mode"] == "shadow" else ""
-        unit = f" {row['unit']}" if row["unit"] else ""
-        what = (
-            f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of "
-            f"{row['limit']:.6g}{unit} left"
-        )
-        line = f"{used:>6}  {what}{again}  {row['refused']} refused  {write_caller(row)}"
-        lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+        said = [
+            f"{used:>6}  {_cut(write_caller(row), _CALLER_SHOWN)}",
+            ", ".join(filter(None, [write_left(row), write_reset(row, now)])),
+            f"{row['refused']:,} refused",
+            f"{row['policy']}/{row['rule']}{shadow}",
+        ]
+        lines.append(_cut("  ".join(said), width))
     # The report begins with the tight ones, so budgets left out are like its last.
     left_out = total.get("budgets", 0) - len(report["budgets"])
     healthy = len(report["budgets"]) - len(tight)
@@ -143,6 +143,10 @@ def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
         f"{count(healthy, 'healthy budget')}" if healthy > 0 else "",
     ]
     return [*lines, *[f"        {text}" for text in rest if text]]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:

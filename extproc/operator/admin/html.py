@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from extproc.operator.admin.row_states import count, read_time, write_money, write_now
+from extproc.operator.admin.row_states import (
+    count,
+    read_time,
+    write_left,
+    write_money,
+    write_now,
+    write_reset,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -81,8 +88,12 @@ def _load(name: str) -> Template:
     environment.filters["number"] = lambda number: f"{number:,}"
     environment.filters["count"] = count
     environment.filters["money"] = write_money
+    environment.filters["left"] = write_left
     environment.filters["age"] = pass_context(
         lambda context, text: write_age(context["now"] - read_time(text))
+    )
+    environment.filters["reset"] = pass_context(
+        lambda context, row: write_reset(row, context["now"])
     )
     environment.filters["now"] = pass_context(lambda context, row: write_now(row, context["now"]))
     return environment.get_template(name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
+from extproc.budgets.subject import DOLLAR_UNIT
 from extproc.engine.orders import ALLOW, BLOCK, KILL
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
@@ -60,6 +61,34 @@ def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | Non
 def is_healthy(row: Mapping[str, Any]) -> bool:
     """Whether a row of `/budgets` needs no attention: nothing refused, and not nearly used up."""
     return not (row["open"] or row["refused"] or row["used_percent"] >= _NEARLY_USED)
+
+
+def write_left(row: Mapping[str, Any]) -> str:
+    """What is left of a budget, or how much more was used, such as `$0.04 over`."""
+    if row["left"] < 0:
+        return f"{_write_amount(-row['left'], row['unit'])} over"
+    unit = f" {row['unit']}" if row["unit"] and row["unit"] != DOLLAR_UNIT else ""
+    left, limit = (_write_amount(row[name], row["unit"]) for name in ("left", "limit"))
+    return f"{left} of {limit}{unit} left"
+
+
+def _write_amount(amount: float, unit: str | None) -> str:
+    return write_money(amount) if unit == DOLLAR_UNIT else f"{amount:,.6g}"
+
+
+def write_reset(row: Mapping[str, Any], now: float) -> str:
+    """When a budget is full again, on the clock unless that is within a minute.
+
+    `now` is in seconds since 1970.
+    """
+    seconds = row["reset_seconds"]
+    if seconds is None:
+        return "open until released"
+    does = "closes" if row["open"] else "resets" if row["estimated"] is not None else "full"
+    if seconds < _MINUTE:
+        return f"{does} in {seconds} s" if seconds else ""
+    at = datetime.fromtimestamp(now + seconds, UTC)
+    return f"{does} {at:%H:%M} UTC" if seconds < _DAY else f"{does} {at:%Y-%m-%d %H:%M} UTC"
 
 
 def count(number: int, noun: str) -> str:

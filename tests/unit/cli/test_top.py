@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from extproc.operator.admin.row_states import read_time, write_left, write_reset
 from tests.support.answering import answering, reply
 from tests.support.command import Run
 
@@ -188,6 +189,7 @@ def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of 
         "left": 4.5,
         "unit": "dollars",
         "used_percent": 91.0,
+        "estimated": 0,
         "open": False,
         "reset_seconds": 7_200,
         "refused": 3,
@@ -210,14 +212,38 @@ def test_tightest_budgets_are_listed_below_the_loops(width: int, show: Show) -> 
     lines = show(make_report(*ROWS), width, budgets=budgets)
 
     place = lines.index("budgets of 2 callers: 0 used up, 3 refused, 1 open breaker")
-    assert lines[place + 1].startswith("  open  team/circuit_breaker (shadow)")
+    assert lines[place + 1].startswith(f"  open  {CALLER}  4.5 of 50 left, open until released")
     assert lines[place + 2].startswith(
-        "  91 %  team/dollars  4.5 of 50 dollars left, full in 2h00m  3 refused"
+        f"  91 %  {CALLER}  $4.50 of $50.00 left, resets 05:14 UTC  3 refused"
     )
     assert all(cell_len(line) <= width for line in lines)
     assert "loopguard grant --amount 5 --admin URL" in show(
         make_report(*ROWS), 80, "--commands", budgets=budgets
     )
+
+
+MONEY: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "$4.50 of $50.00 left", "resets 05:14 UTC"),
+    ({"left": -0.04, "reset_seconds": 74_760}, "$0.04 over", "resets 00:00 UTC"),
+    (
+        {"left": 1_234.5, "limit": 20_000, "unit": "tokens"},
+        "1,234.5 of 20,000 tokens left",
+        "resets 05:14 UTC",
+    ),
+    ({"unit": None, "left": 0, "estimated": None}, "0 of 50 left", "full 05:14 UTC"),
+    ({"estimated": None, "reset_seconds": 40}, "$4.50 of $50.00 left", "full in 40 s"),
+    ({"open": True, "estimated": None}, "$4.50 of $50.00 left", "closes 05:14 UTC"),
+    ({"open": True, "reset_seconds": None}, "$4.50 of $50.00 left", "open until released"),
+    ({"reset_seconds": 86_400 * 29}, "$4.50 of $50.00 left", "resets 2026-12-01 03:14 UTC"),
+    ({"reset_seconds": 0}, "$4.50 of $50.00 left", ""),
+]
+
+
+@pytest.mark.parametrize(("changes", "left", "reset"), MONEY)
+def test_budget_has_dollars_and_a_clock(changes: dict[str, Any], left: str, reset: str) -> None:
+    row = make_budget(**changes)
+
+    assert (write_left(row), write_reset(row, read_time(AT))) == (left, reset)
 
 
 def test_unused_budgets_are_one_line(show: Show) -> None:
