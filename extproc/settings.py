@@ -73,6 +73,9 @@ class SubjectName(NamedTuple):
     value: str
 
 
+MAX_SHOWN = 200
+"""Maximum length of a repeated result in `/loops`, in characters."""
+
 _parse_positive = parse_integer(1)
 _parse_delay = parse_seconds(0, 86_400)
 _parse_timeout = parse_seconds(0.001, 60)  # no client waits longer than a minute
@@ -82,6 +85,12 @@ def _parse_price(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
         raise ValueError("must be US dollars per million input tokens, such as 2.50")
     return float(text)
+
+
+def _parse_shown(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,3}", text) or int(text) > MAX_SHOWN:
+        raise ValueError(f"must be a number of characters, at most {MAX_SHOWN}")
+    return int(text)
 
 
 def is_scope(text: str) -> bool:
@@ -258,6 +267,13 @@ class Settings:
     )
     show_callers: bool = switch(
         "show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 toggles it)"
+    )
+    show_results: int = option(
+        0,
+        _parse_shown,
+        "show the first N characters, at most 200, of the result that a loop repeats, in /loops to "
+        "local requests",
+        "N",
     )
     events: str = option(
         "", str, "send events to other programs, as CloudEvents", "FILE|-|https://..."

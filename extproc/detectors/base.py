@@ -138,6 +138,22 @@ class Similarity:
         return None
 
     # Subclasses read it
+    def foresee(self, document: Document, repeat: Repeat, more: int) -> tuple[int, int]:  # noqa: ARG002
+        """When a loop is refused if it continues: its length then, and the turns until then.
+
+        `more` is the difference between the threshold of the refusal and the one that was reached.
+        The turns are 0 or fewer if it never is.
+        """
+        rounds = repeat.calls // repeat.count if len(repeat.tools) > 1 and repeat.count else 1
+        at = repeat.threshold + more
+        return at * rounds, (at - repeat.count) * rounds
+
+    # Subclasses read it
+    def find_result(self, document: Document) -> str:  # noqa: ARG002
+        """The newest result, for people; empty if the similarity reads none."""
+        return ""
+
+    # Subclasses read it
     def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002
         """The failure that a loop repeats, to recognize it in other sessions; None without one."""
         return None

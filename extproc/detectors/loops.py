@@ -628,6 +628,11 @@ class TurnRule:
                 return None
         return make_note(ACTION_CYCLE, _list_names(members), rounds, span, limit.reason)
 
+    def find_distance(self, turns: Sequence[AnyTurn]) -> int:
+        """How many turns before the newest one its equal is; 1 if that is not shown."""
+        newest, *others = turns
+        return next((place for place, turn in enumerate(others, 1) if self._same(newest, turn)), 1)
+
     def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
         return same_turn(one, other, normalized=self._normalized)
 

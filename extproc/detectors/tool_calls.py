@@ -61,6 +61,10 @@ class ShownCall:
             self._arguments = write_canonical(read_arguments(self._call.value))
         return self._arguments
 
+    def read_result(self) -> str:
+        """The result as text; empty if there is none."""
+        return read_result(self._answer.value) if self._answer is not None else ""
+
     @property
     def outcome(self) -> bytes:
         """The result in canonical form; empty if there is none."""
@@ -68,7 +72,7 @@ class ShownCall:
             self._outcome = b""
             if self._answer is not None:
                 failed = b"error" if self._answer.failed else b"result"
-                self._outcome = failed + _SEPARATOR + read_result(self._answer.value).encode()
+                self._outcome = failed + _SEPARATOR + self.read_result().encode()
         return self._outcome
 
     def same(self, other: ShownCall, *, results: bool) -> bool:
@@ -130,6 +134,11 @@ class ToolCalls(HistorySimilarity):
         if best is not None and not best.looping:
             return self._cycle(calls) or best
         return best
+
+    def find_result(self, document: Document) -> str:
+        """See `Similarity`."""
+        newest = Newest(self._list_counted(document)).at(0)
+        return "" if newest is None else newest.read_result()
 
     def _spell_newest(self, calls: Newest[ShownCall]) -> bytes:
         """What is compared of the newest turn's calls, sorted, because order does not matter."""

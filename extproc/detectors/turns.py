@@ -8,6 +8,7 @@ server, the session's ring supplies the turns that the request does not show.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any, ClassVar, Final
@@ -60,6 +61,7 @@ MAX_TOOL_THRESHOLD = 30
 
 NESTED_PROMPT = "nested_prompt"
 REPEATED_ENDING = "repeated_ending"
+_IN_PROMPT: Final = frozenset({NESTED_PROMPT, REPEATED_ENDING})
 NO_TURNS = "no turns: the assistant has not done anything yet"
 _FAILING = "Tool failing"
 _WIDESPREAD = (
@@ -337,6 +339,43 @@ class Turns(HistorySimilarity):
         """See `HistorySimilarity`."""
         what, progress = _explain(repeat)
         return what, "repeating it", f". Progress means {progress}. {_OTHERWISE}"
+
+    def foresee(self, document: Document, repeat: Repeat, more: int) -> tuple[int, int]:  # noqa: ARG002
+        """See `Similarity`. The history is continued with the turns that repeat."""
+        if repeat.notes_only or repeat.rule in _IN_PROMPT:
+            return 0, 0
+        history = self._narrow(self.rule.read(document))
+        newest = history.at(0)
+        if newest is None:
+            return 0, 0
+        # Only turns that have been compared, so that they need no inspection.
+        whole = repeat.strength == WEAK or repeat.rule == CYCLE
+        window = count_window(self._strictest.of(newest.names).threshold)
+        turns = history.newest(USUAL_TURNS if whole else window)
+        period = turns[: repeat.calls]  # the actions of errors and of talk may differ
+        if repeat.rule in {REPEAT, RESULT, CYCLE}:
+            period = turns[: self.rule.find_distance(turns)]
+
+        def find_after(number: int) -> Repeat | None:
+            ahead = (period * (number // len(period) + 1))[-number:] if number else []
+            return self.find_loop(History(iter([*ahead, *turns][:MAX_TURNS])))
+
+        def is_refused(number: int) -> bool:
+            found = find_after(number)
+            return found is not None and found.step == self.last_step and found.rank > 1
+
+        left = bisect_left(range(1, MAX_TURNS), True, key=is_refused) + 1
+        last, now = find_after(left), find_after(0)
+        if left == MAX_TURNS or last is None:
+            return 0, 0
+        if now is None or now.count < repeat.count:  # the request omits turns
+            left = last.count - repeat.count
+        return last.calls if last.rule == CYCLE else last.count, left
+
+    def find_result(self, document: Document) -> str:
+        """See `Similarity`."""
+        newest = self.rule.read(document).at(0)
+        return newest.result if isinstance(newest, Turn) else ""
 
     def find_failure(self, document: Document) -> ToolFailure | None:
         """See `Similarity`."""

@@ -18,7 +18,7 @@ from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
 from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
-from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
+from extproc.objects import INSPECT_BYTES, MAX_SECONDS, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
 from extproc.request.callers import compile_shown, find_hidden, find_names
 from extproc.request.document import Document, NotCounted, NotJson, split_pointer
@@ -48,6 +48,11 @@ DELAY_PER_REQUEST_MS = 100
 
 _ENDING = frozenset({Action.LAND, Action.REJECT})
 """Actions that end an agent's run."""
+
+_BOUNDED = frozenset({"fixed", "sliding_log"})
+"""Windows in which all requests of a loop must be."""
+
+_NEVER: Final = (0, 0, 0)
 
 _MILD = frozenset({Action.WARN, Action.STEER})
 """Actions that do not delay a request."""
@@ -323,6 +328,34 @@ class Detector:
             if later > repeated:
                 return max(repeated - self._noted_from, 0), action, later - repeated
         return max(repeated - self._noted_from, 0), Action.REJECT, 0
+
+    def foresee_refusal(
+        self, outcome: Outcome, document: Document | None, *, bare: bool
+    ) -> tuple[int, int, int]:
+        """When a loop that continues is refused.
+
+        Returns:
+            the count at which it is, in turns or requests; 0 for never;
+            the number of turns or requests until then;
+            the seconds within which requests must reach the count; 0 for turns.
+        """
+        repeat = outcome.repeat
+        if self.actions[-1] is not Action.REJECT or outcome.action is Action.REJECT:
+            return _NEVER
+        within = 0
+        if repeat is None:
+            at = self._find_threshold(outcome.subject) + self._last
+            at = max(at, BARE_REFUSED_FROM) if bare else at
+            left, within = at - outcome.count, self.window_seconds
+            if self.window_type not in _BOUNDED:
+                within = at * (MAX_SECONDS if self.spans else within)
+        elif document is None:
+            return _NEVER
+        else:
+            at, left = self.similarity.foresee(
+                document, repeat, self._last - self._later[repeat.step]
+            )
+        return (at, left, within) if left > 0 else _NEVER
 
     def find_action(self, repeat: Repeat) -> Action:
         """The action for a loop that a request shows."""

@@ -87,7 +87,9 @@ class Service:
         self.key = key
         self.counting = Counting(store, local, metrics, reject=settings.on_store_error == "reject")
         self.metrics = metrics
-        self.reporter = Reporter(metrics, show_callers=settings.show_callers)
+        self.reporter = Reporter(
+            metrics, show_callers=settings.show_callers, show_results=settings.show_results
+        )
         self.settings = settings
         self.holds = Holds(settings.max_throttled)
         self.released = False

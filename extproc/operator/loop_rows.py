@@ -45,6 +45,10 @@ _SKETCH = join(lambda one, other: Sketch([*one, *other], SKETCHED).list_kept())
 
 _NEWEST = newest("newness")
 
+MOST_TIMES = 5
+
+_TIMES = join(lambda one, other: sorted([*one, *other])[-MOST_TIMES:])
+
 
 class Loop(Row, array_like=True):
     """One loop.
@@ -69,6 +73,10 @@ class Loop(Row, array_like=True):
         strength: strength of the newest evidence, `strong` or `weak`; empty if unknown.
         cause: cause of the newest episode; see `after_notes`.
         after: changes in episodes, by the last two of `NoteLabels`.
+        refused_at: the count at which it is refused, as of the newest request; 0 for never.
+        refused_left: turns or requests until then.
+        refused_within: seconds within which requests must reach the count; 0 for turns.
+        result: the first characters of the newest result, if results are shown.
     """
 
     policy: str
@@ -99,6 +107,10 @@ class Loop(Row, array_like=True):
     cause: Annotated[str, FIRST] = ""
     after: Annotated[dict[str, int], COUNTS] = {}
     parts: list[str] = []
+    refused_at: Annotated[int, _NEWEST] = 0
+    refused_left: Annotated[int, _NEWEST] = 0
+    refused_within: Annotated[int, _NEWEST] = 0
+    result: Annotated[str, _NEWEST] = ""
 
     name = property(attrgetter("policy", "detector", "mode", "tenant", "repeats"))
 
@@ -151,6 +163,7 @@ class ConversationRow(Row, array_like=True):
         estimated: the estimated part of `cost`.
         priced: bytes of the bodies of requests with a price.
         prompt: tokens of their prompts, from the access log, else estimated.
+        times: times of the newest requests, oldest first, in seconds since 1970.
         refused: number of requests that were not forwarded.
         refused_size: bytes of their bodies.
         pace: decaying sum of bytes forwarded, as of `paced`; see PACE_SECONDS.
@@ -186,6 +199,7 @@ class ConversationRow(Row, array_like=True):
     estimated: Annotated[int, SUM] = 0
     priced: Annotated[int, SUM] = 0
     prompt: Annotated[int, SUM] = 0
+    times: Annotated[list[float], _TIMES] = []
 
     name = property(attrgetter("tenant", "conversation"))
 
@@ -197,6 +211,11 @@ class ConversationRow(Row, array_like=True):
     def find_pace(self, now: float) -> float:
         """Bytes forwarded per minute, at `now` in seconds since 1970."""
         return self.pace * exp(min(0.0, self.paced - now) / PACE_SECONDS)
+
+    def find_interval(self) -> float | None:
+        """Mean seconds between the newest requests; None with fewer than two."""
+        times = self.times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     @property
     def newness(self) -> tuple[bool, float]:

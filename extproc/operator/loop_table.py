@@ -18,12 +18,13 @@ from extproc.decision import Action, Decision, Outcome, Repeat
 from extproc.detectors.chain import Transcript
 from extproc.detectors.turn import digest
 from extproc.engine.exchange import Exchange
-from extproc.engine.guards import Guard, SessionGuard
+from extproc.engine.guards import Guard, LoopGuard, SessionGuard
 from extproc.engine.orders import hash_descriptor
 from extproc.engine.settlements import LoopCost, find_reserved
 from extproc.operator.loop_rows import (
     MAX_LOOPS,
     MINUTES,
+    MOST_TIMES,
     PACE_SECONDS,
     ConversationRow,
     Line,
@@ -51,6 +52,9 @@ from extproc.sessions.rates import estimate_tokens, read_model
 _MAX_CURVES: Final = 1_000
 PATH_SHOWN: Final = 256
 
+_FAST: Final = 1.0
+"""If a loop's requests are closer than this, in seconds, its refusal is not computed anew."""
+
 _OPENING: Final = 8
 """Length of the digest of a conversation's opening, in bytes."""
 
@@ -61,8 +65,10 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
     A request is counted once in its conversation, and once in each of its loops.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, results_shown: int = 0) -> None:
+        """Create an empty table that shows this number of characters of repeated results."""
         super().__init__()
+        self._results_shown = results_shown
         self.curves: dict[tuple[str, str, str], Line] = {}
         self.after: dict[NoteLabels, int] = {}
 
@@ -105,6 +111,7 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
                 loop = _open_loop(
                     row, exchange, outcome, name_repeated(outcome.repeat, outcome.fingerprint), now
                 )
+                self._look_into(loop, exchange, outcome, now)
                 _count_in_loop(
                     loop, exchange.sums.length, outcome, now, stops=outcome is decision.lead
                 )
@@ -123,6 +130,28 @@ class LoopTable(Table[ConversationRow, LoopDocument]):
         if decision.shadow is not None:
             row.shadow = decision.shadow.action.value
         return loops
+
+    def _look_into(self, loop: Loop, exchange: Exchange, outcome: Outcome, now: float) -> None:
+        """Note when a loop will be refused, and the result that it repeats."""
+        guard, document = find_guard(exchange, outcome), exchange.plain
+        if not isinstance(guard, LoopGuard):
+            return
+        known = loop.refused_left > 1 and outcome.action is not Action.REJECT
+        follows = outcome.count == loop.count + 1 or now - loop.last < _FAST
+        if known and follows and outcome.repeat is not None:
+            loop.refused_left -= 1
+            return
+        detector = guard.detector
+        try:
+            loop.refused_at, loop.refused_left, loop.refused_within = detector.foresee_refusal(
+                outcome, document, bare=guard.is_bare
+            )
+            if self._results_shown and document is not None:
+                result = detector.similarity.find_result(document)
+                start = " ".join(result[: 8 * self._results_shown].split())
+                loop.result = start[: self._results_shown]
+        except NotCounted:  # the body is partly unreadable
+            loop.refused_at = loop.refused_left = loop.refused_within = 0
 
     def note_allowed(self, exchange: Exchange, decision: Decision) -> None:
         """Note a request that an override allows, once, if its conversation is known."""
@@ -226,6 +255,7 @@ def _count_in_loop(loop: Loop, size: int, outcome: Outcome, now: float, *, stops
 def _count(row: ConversationRow, exchange: Exchange, now: float, *, refused: bool) -> None:
     size = exchange.sums.length
     row.requests += 1
+    row.times = [*row.times[1 - MOST_TIMES :], now]
     if refused:
         row.refused += 1
         row.refused_size += size

@@ -67,11 +67,12 @@ _ADVICE = {
 class Reporter:
     """Reports decided requests to metrics, logs and tables.
 
-    `show_callers` adds callers' values to their hashes. It may change at any time.
+    `show_callers` adds callers' values to their hashes. It may change at any time. `show_results`
+    is the number of characters of repeated results to show.
     """
 
-    def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
-        self.loops = LoopTable()
+    def __init__(self, metrics: Metrics, *, show_callers: bool, show_results: int = 0) -> None:
+        self.loops = LoopTable(show_results)
         self.sessions = SessionTable()
         self.incidents = IncidentTable()
         self.probes = Probes()

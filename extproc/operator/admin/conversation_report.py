@@ -16,6 +16,7 @@ from extproc.operator.loop_rows import INCIDENT_SECONDS, SKETCHED, ConversationR
 from extproc.operator.overrides import describe_override
 from extproc.operator.sketch import Sketch
 from extproc.operator.standing_orders import OrderIndex, ShownRow
+from extproc.policy.bundle import SHADOW
 from extproc.sessions.rates import Prices, estimate_tokens
 from extproc.store.rules.session import NANO_DOLLARS
 
@@ -60,6 +61,7 @@ class Known(NamedTuple):
         incidents: failing tools, one row per policy.
         limited: (caller, session) of sessions with limits.
         now: in seconds since 1970.
+        shows_results: the client may see results.
     """
 
     loops: Mapping[int, dict[str, Any]]
@@ -68,6 +70,7 @@ class Known(NamedTuple):
     orders: OrderIndex
     prices: Prices
     now: float
+    shows_results: bool = False
 
 
 def group_loops(
@@ -166,6 +169,10 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "shadow": row.shadow or None,
         "would_be_refused_by": sorted(stricter) if row.forwarded else [],
         **_describe_costs(row, known),
+        "next_refusal": _foresee(row, known.now),
+        "result": next((loop.result for loop in reversed(row.loops) if loop.result), None)
+        if known.shows_results
+        else None,
         "orders": [
             describe_override(order) for order in known.orders.find(_make_shown_row(row, loops))
         ],
@@ -176,6 +183,27 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         (caller, row.session) in known.limited for caller in callers
     )
     return {**group, "commands": suggest_for_loop(group, limited=limited) if row.tenant else {}}
+
+
+def _foresee(row: ConversationRow, now: float) -> dict[str, Any] | None:
+    """The first refusal by an enforcing policy, else by a shadow policy, if the loop continues."""
+    foreseen = [loop for loop in row.loops if loop.refused_left]
+    if not foreseen:
+        return None
+    first = min(foreseen, key=lambda loop: (loop.mode == SHADOW, loop.refused_left))
+    interval, seconds, within = row.find_interval(), None, first.refused_within
+    if interval is not None and not 0 < within < (first.refused_at - 1) * interval:
+        passed = min(max(0.0, now - row.last), interval)
+        seconds = round(first.refused_left * interval - passed, 1)
+    return {
+        "policy": first.policy,
+        "mode": first.mode,
+        "counts": "requests" if within else "turns",
+        "at": first.refused_at,
+        "left": first.refused_left,
+        "within_seconds": within or None,
+        "in_seconds": seconds,
+    }
 
 
 def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from extproc.logs import escape_controls
 from extproc.operator.admin.row_states import (
     count,
     read_time,
     write_left,
     write_money,
     write_now,
+    write_refusal,
     write_reset,
 )
 
@@ -88,6 +90,8 @@ def _load(name: str) -> Template:
     environment.filters["number"] = lambda number: f"{number:,}"
     environment.filters["count"] = count
     environment.filters["money"] = write_money
+    environment.filters["refusal"] = write_refusal
+    environment.filters["clean"] = escape_controls
     environment.filters["left"] = write_left
     environment.filters["age"] = pass_context(
         lambda context, text: write_age(context["now"] - read_time(text))

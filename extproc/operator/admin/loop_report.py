@@ -85,6 +85,7 @@ class LoopPages(TablePages[LoopDocument]):
             self._index(orders),
             prices,
             now,
+            shows_results=self.may_see_callers(request),
         )
         explosions = list_explosions(
             runs, selection, shows_callers=shown, now=now, orders=known.orders

@@ -8,6 +8,7 @@ from typing import Any
 
 from extproc.budgets.subject import DOLLAR_UNIT
 from extproc.engine.orders import ALLOW, BLOCK, KILL
+from extproc.policy.bundle import SHADOW
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _NEARLY_USED = 80
@@ -45,6 +46,23 @@ def write_now(row: Mapping[str, Any], now: float) -> str:
     if not row["looping"]:
         return f"over ({does})" if does else "over"
     return does or (f"(would {row['shadow']})" if row["shadow"] else "")
+
+
+def write_refusal(row: Mapping[str, Any]) -> str:
+    """When a loop will be refused if it continues, such as `refused at turn 16, in about 40 s`.
+
+    Empty if an order applies, if the loop is over, or if no policy will refuse it.
+    """
+    ahead = row.get("next_refusal")
+    if not ahead or not row["looping"] or any(each["kind"] in _FIRST for each in row["orders"]):
+        return ""
+    would = "would be " if ahead["mode"] == SHADOW else ""
+    at = f"{would}refused at {ahead['counts'][:-1]} {ahead['at']:,}"
+    if ahead["in_seconds"] is not None:
+        return f"{at}, in about {write_duration(ahead['in_seconds'])}"
+    if ahead["counts"] == "turns" or row["requests"] == 1:
+        return f"{at}, after {ahead['left']:,} more"
+    return f"{at} within {write_duration(ahead['within_seconds'])}, not at this pace"
 
 
 def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | None) -> list[str]:
@@ -110,6 +128,13 @@ def write_age(seconds: float) -> str:
     if seconds < _DAY:
         return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
     return f"{seconds // _DAY:.0f}d{seconds % _DAY // _HOUR:02.0f}h"
+
+
+def write_duration(seconds: float) -> str:
+    """A duration in words, such as `40 s` or `3 min`."""
+    if seconds < 2 * _MINUTE:
+        return f"{max(1, seconds):.0f} s"
+    return f"{seconds / _MINUTE:.0f} min" if seconds < 2 * _HOUR else write_age(seconds)
 
 
 def write_money(dollars: float | None) -> str:
