@@ -133,7 +133,7 @@ def opened(
     client: Client, commands: Path, limits: Mapping[str, object] | None = None
 ) -> Iterator[Zoo]:
     """Envoy and Loopguard before a model, with the preset of `init` or with session limits."""
-    command = [str(Path(sys.executable).parent / "loopguard"), "init"]
+    command = [str(Path(sys.executable).parent / "loopguard"), "init", "--preset", "agents"]
     policy = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     if limits is not None:
         limited = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from extproc.cli.replay.command import COUNT, write_file
 from extproc.errors import LoopguardError, UsageError
@@ -71,16 +72,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from extproc.cli.packed import Problems  # noqa: PLC0415  # same
-
-    # This and rich take 0.2 s to import
-    from extproc.cli.replay.command import show_bar  # noqa: PLC0415
-    from extproc.cli.scan.files import EXAMPLE, choose_paths, find_files  # noqa: PLC0415  # same
-    from extproc.cli.scan.report import ScanReport  # noqa: PLC0415  # same
-
-    # Same
-    from extproc.cli.scan.show import list_problems, print_limits, print_scan  # noqa: PLC0415
-    from extproc.cli.scan.work import MOST_PROCESSES, ScanTask, count_processors, scan_files  # noqa: PLC0415  # same
+    # rich takes 0.2 s to import
+    from extproc.cli.scan.show import print_limits, print_scan  # noqa: PLC0415
 
     if options.html is not None and not (
         Path(options.html).parent.is_dir() and not Path(options.html).is_dir()
@@ -88,20 +81,9 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"--html cannot be written to {options.html}: give a file in a folder that exists"
         )
-    paths = choose_paths(options.path)
-    if not options.path:
-        print(escape_controls(f"scanning {' and '.join(paths)}"), file=sys.stderr)
-    since = 0.0 if options.since is None else time.time() - options.since * _DAY
-    problems = Problems()
-    files = find_files(paths, problems, since)
-    size = sum(file.size for file in files)
-    report = ScanReport(len(files), size, problems, options.top)
-    processes = min(options.jobs or count_processors(), MOST_PROCESSES)
-    task = ScanTask(options.show, round(since * 1000))
-    with show_bar(size) as advance:
-        for batch in scan_files(files, task, processes, advance):
-            report.add(batch)
-    document = report.make_document()
+    document = scan_paths(
+        options.path, since=options.since, show=options.show, top=options.top, jobs=options.jobs
+    )
     if options.html is not None:
         # Jinja2 takes 0.1 s to import
         from extproc.cli.scan.page import render_scan  # noqa: PLC0415
@@ -113,16 +95,62 @@ def run(options: argparse.Namespace) -> int:
         print_scan(document)
         if options.limits:
             print_limits(document["limits"])
+    check_scanned(document, options.path, since=options.since)
+    return 0
+
+
+def scan_paths(
+    given: Sequence[str],
+    *,
+    since: float | None = None,
+    show: bool = False,
+    top: int = 1,
+    jobs: int | None = None,
+) -> dict[str, Any]:
+    """The document of `scan --json`, of files and folders, or of those where agents write.
+
+    `since` is in days, and `jobs` the number of processes. Raises UsageError for a missing path.
+    """
+    # This takes 0.2 s to import
+    from extproc.cli.packed import Problems  # noqa: PLC0415
+    from extproc.cli.replay.command import show_bar  # noqa: PLC0415  # same
+    from extproc.cli.scan.files import choose_paths, find_files  # noqa: PLC0415  # same
+    from extproc.cli.scan.report import ScanReport  # noqa: PLC0415  # same
+    from extproc.cli.scan.work import MOST_PROCESSES, ScanTask, count_processors, scan_files  # noqa: PLC0415  # same
+
+    paths = choose_paths(given)
+    if not given:
+        print(escape_controls(f"scanning {' and '.join(paths)}"), file=sys.stderr)
+    start = 0.0 if since is None else time.time() - since * _DAY
+    problems = Problems()
+    files = find_files(paths, problems, start)
+    size = sum(file.size for file in files)
+    report = ScanReport(len(files), size, problems, top)
+    processes = min(jobs or count_processors(), MOST_PROCESSES)
+    task = ScanTask(show, round(start * 1000))
+    with show_bar(size) as advance:
+        for batch in scan_files(files, task, processes, advance):
+            report.add(batch)
+    return report.make_document()
+
+
+def check_scanned(
+    document: Mapping[str, Any], given: Sequence[str], *, since: float | None = None
+) -> None:
+    """Print the problems of a scan; raises LoopguardError if it found no conversation."""
+    # Same
+    from extproc.cli.scan.files import EXAMPLE, choose_paths  # noqa: PLC0415
+    from extproc.cli.scan.show import list_problems  # noqa: PLC0415  # same
+
     for line in list_problems(document["problems"]):
         print(escape_controls(line), file=sys.stderr)
     if not document["conversations"]:
         why = _explain_nothing(
-            document["problems"], unchanged=options.since is not None and not files
+            document["problems"], unchanged=since is not None and not document["files"]
         )
         raise LoopguardError(
-            f"nothing to scan in {', '.join(paths)}: {why}{'' if options.path else EXAMPLE}"
+            f"nothing to scan in {', '.join(choose_paths(given))}: {why}{'' if given else EXAMPLE}"
         )
-    return 0
 
 
 def _explain_nothing(problems: Mapping[str, object], *, unchanged: bool) -> str:

@@ -3,6 +3,7 @@
 import json
 import re
 from base64 import urlsafe_b64encode
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 
 from extproc.cli.commands import COMMANDS
 from extproc.detectors.tool_calls import NO_CALLS
+from extproc.engine.engine import Engine
 from extproc.policy.bundle import make_schema
+from extproc.policy.loader import load
+from tests.support import ROOT
 from tests.support.budget_policies import REJECT, limited, rule
 from tests.support.chart import CHART
 from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, fits, written
@@ -769,14 +773,45 @@ def test_init_prints_each_preset_with_its_description(
     )
 
 
-def test_init_prints_agents_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = Run(capsys, "init", "--preset", "agent")
+def test_init_prints_agents_and_session_limits_in_shadow(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    agents, preset = [
+        json.loads(Run(capsys, "init", "--preset", name).out) for name in ("agents", "sessions")
+    ]
+    made = Run(capsys, "init")
+    file = written(tmp_path / "agents.json", made.out.encode())
+    checked = Run(capsys, "validate", "--strict", file)
 
-    assert Run(capsys, "init").out == Run(capsys, "init", "--preset", "agents").out
-    assert (
-        refused.code,
-        "'agents', 'interactive', 'agentic', 'webhook', 'canary'" in refused.err,
-    ) == (2, True)
+    first, second = json.loads(made.out)
+    assert (made.code, made.err, checked.code) == (0, "", 0)
+    assert first == agents
+    limits = {**preset["spec"]["session_limits"]}
+    del limits["max_calls_per_tool"]
+    assert (second["spec"]["mode"], second["spec"]["session_limits"]) == ("shadow", limits)
+    (pairing,) = Engine(load([file], now := datetime.now(UTC)), now).pairings
+    assert (pairing.live, pairing.candidate) == ("agents", "sessions")
+
+
+def test_init_takes_limits_from_transcripts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    transcripts = str(ROOT / "examples" / "transcripts")
+    scanned = json.loads(Run(capsys, "scan", "--json", transcripts).out)["limits"]
+    made = Run(capsys, "init", "--from-scan", transcripts)
+    file = written(tmp_path / "agents.json", made.out.encode())
+    checked = Run(capsys, "validate", "--strict", file)
+    nothing = Run(capsys, "init", "--from-scan", str(tmp_path))
+    both = Run(capsys, "init", "--preset", "agents", "--from-scan")
+
+    limits = json.loads(made.out)[1]["spec"]["session_limits"]
+    assert (made.code, checked.code) == (0, 0)
+    assert "limits from 7 of 11 sessions, those without a loop" in made.err
+    assert limits == limits | scanned["session_limits"]
+    assert limits["max_calls_per_tool"].keys() >= {"Bash"}
+    assert (nothing.code, nothing.out) == (1, "")
+    assert "nothing to scan in" in nothing.err
+    assert (both.code, "--from-scan does not go with --preset" in both.err) == (2, True)
 
 
 def test_init_prints_session_limits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
