@@ -167,12 +167,14 @@ class Advice(NamedTuple):
         reason: the operator's words about it; empty if there are none.
         instead: what to do, in whole sentences.
         about: the heading.
+        harmless: no refusal follows.
     """
 
     what: str
     reason: str
     instead: str
     about: str = "Loop detected"
+    harmless: bool = False
 
 
 class Framed(NamedTuple):

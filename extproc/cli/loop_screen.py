@@ -188,15 +188,13 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
         count(len(report["replicas"]), "replica"),
     )
     budgets = report.get("budgets") or {"budgets": []}
-    failing, explosions = (
-        sum(row["active"] for row in report["incidents"]),
-        len(report.get("explosions", ())),
-    )
+    failing = sum(row["active"] for row in report["incidents"])
+    explosions, growing = (len(report.get(name, ())) for name in ("explosions", "growing"))
     also = "".join(
         [
             f", {what}"
             for what in list_burning(
-                failing, explosions, budgets["total"] if budgets["budgets"] else None
+                failing, explosions, growing, budgets["total"] if budgets["budgets"] else None
             )
         ]
     )
@@ -218,12 +216,15 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
 
 
 def _list_burning(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [*[row for row in report["incidents"] if row["active"]], *report.get("explosions", ())]
+    failing = [row for row in report["incidents"] if row["active"]]
+    return [*failing, *report.get("explosions", ()), *report.get("growing", ())]
 
 
 def _write_what(row: Mapping[str, Any]) -> str:
     if "sessions" in row:
         return f"{row['tool']} fails"
+    if row.get("runaway") == "growing":
+        return f"input {row['input_growth']:g}x its first"
     if "agents" in row:
         return f"{row['agents']['active']} agents, {row['agents']['refused_requests']} refused"
     return ", ".join(row["tools"]) or f"{row['method'] or ''} {row['path']}".strip()

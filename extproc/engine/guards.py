@@ -942,6 +942,7 @@ class SessionGuard(Guard):
             self._grants,
             self.session,
             self._agent_limits,
+            own=not self.agent_name,
         )
         return self._know(outcome)
 
@@ -993,6 +994,11 @@ class SessionGuard(Guard):
             for override in self.overrides
             if override.kind == GRANT and not override.budget
         ]
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether its session's input has reached `max_input_growth`."""
+        return self.standing is not None and self.limiter.find_growth(self.standing) > 0
 
     def name_ledger(self) -> str:
         """The key of the ledger that counted the request."""

@@ -46,6 +46,9 @@ from extproc.store.rules.take_back import COUNTED, TakeBack
 BUDGETS: Final = "budgets"
 """Metadata key: a request's reservations in the budgets of a policy."""
 
+_OWN: Final = "own"
+"""Metadata key: the request is its session's own, not an agent's, so its input is compared."""
+
 _LOOP: Final = "loop"
 """Metadata key: the request's row of loops (caller and conversation), and the estimated tokens of
 its prompt."""
@@ -221,6 +224,7 @@ def describe_calls(exchange: Exchange) -> str:
             "call": each.call.hex(),
             "model": each.model,
             "reserve": each.reserve,
+            **({_OWN: True} if each.limiter.growth and not each.agent_name else {}),
         }
         for each in exchange.sessions
         if each.is_let_through
@@ -371,6 +375,7 @@ def _settle_call(plan: Plan, named: dict[str, Any], entry: Entry) -> list[Settle
         outcome,
         entry.usage,
         entry.model_ms,
+        named.get(_OWN) is True and not entry.estimated,
     )
     stands = outcome == SUCCEEDED and cost < reserved
     spent = 0 if entry.unsent else max(cost, reserved)

@@ -18,6 +18,7 @@ from extproc.operator.coverage_rows import (
     COUNTED,
     CROWDED,
     EXEMPT,
+    GROWN,
     PARTLY,
     REQUESTS,
     SHARED,
@@ -40,8 +41,12 @@ BY_DESIGN: Final = {
     ),
     "no_body": "are replayed from a log without bodies",
     "not_recorded": "are replayed from a log without what the policy needs",
+    GROWN: (
+        "are in sessions whose input has reached max_input_growth: their clients should compact"
+    ),
 }
-"""Reasons that need no repair, with texts: requests were left out on purpose or ended early."""
+"""Reasons that need no repair of a policy, with texts: requests were left out on purpose, ended
+early, or only got a note."""
 
 WINDOW_SECONDS: Final = 900
 _SNAPSHOT_SECONDS: Final = 60
@@ -134,6 +139,10 @@ class Coverage:
     def note_crowded(self, policy: str, mode: str) -> None:
         """Note a request in a session that expires early because its caller has too many."""
         self._add((policy, mode, "", "", CROWDED))
+
+    def note_grown(self, policy: str, mode: str) -> None:
+        """Note a request in a session whose input has reached `max_input_growth`."""
+        self._add((policy, mode, "", "", GROWN))
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:
         """Note a request that got a warning instead of a note."""

@@ -268,6 +268,8 @@ class Reporter:
             if standing.crowded:
                 metrics.session_overflow.labels(policy).inc()
                 self.coverage.note_crowded(policy, mode)
+            if candidate.has_grown:
+                self.coverage.note_grown(policy, mode)
             name = (candidate.tenant, policy, mode, candidate.session)
             run = self.sessions.note(
                 name,

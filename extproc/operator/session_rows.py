@@ -203,6 +203,8 @@ class SessionRow(Row, array_like=True):
     agents_refused: Annotated[int, _TOLD] = 0
     started_by: Annotated[str, FIRST] = ""
     parts: list[str] = []
+    first_input: Annotated[int, _TOLD] = 0
+    newest_input: Annotated[int, _TOLD] = 0
 
     name = property(attrgetter("policy", "mode", "tenant", "session"))
 
@@ -220,6 +222,8 @@ COUNTED = (
     "tokens",
     "model_ms",
     "failures",
+    "first_input",
+    "newest_input",
 )
 """Fields that a row copies from a `Standing`."""
 

@@ -51,6 +51,16 @@ NO_GRANTS: Final = (0, 0, 0)
     MAX_SPAWNS,
 ) = LIMITS[1:]
 
+MAX_INPUT_GROWTH: Final = "max_input_growth"
+"""A limit that only adds notes, so it is not in `LIMITS`."""
+
+LEAST_INPUT: Final = 10_000
+"""The first input of a session counts as at least this many tokens.
+
+Below, compacting saves nothing: a summary of 2,000 tokens costs as much as an input of 10,000. And
+a session that begins with a short question does not grow at once.
+"""
+
 UNNAMED: Final = "unnamed"
 """Stands for the session of all requests of a caller that name none."""
 
@@ -198,6 +208,16 @@ class SessionSubject:
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002
         """See `Subject`."""
         used, allowed = self.shown
+        if self.limit == MAX_INPUT_GROWTH:
+            return Advice(
+                f"a turn of this session now has {used:,} input tokens; it should have fewer than "
+                f"{allowed:,}",
+                "",
+                "Compact now if you can: continue from a summary of the task, what is done and "
+                "what is left. Otherwise read only what you need, in small parts.",
+                "Input growing",
+                harmless=True,
+            )
         if self.limit == MAX_AGENTS:
             told = f"{used} of this session's {allowed} agents have been started"
             return Advice(
@@ -314,6 +334,7 @@ class SessionLimiter:
         narrows: it may remove tools from requests.
         needs_answers: a limit depends on responses of the upstream.
         refusal: the form of refusals.
+        growth: `max_input_growth`; 0 for none.
         unnamed: the ledger's limits for requests without a session; None if unlimited.
         agent_names: finds the names of agents.
         agent_limits: limits of agents; None if unlimited.
@@ -359,8 +380,10 @@ class SessionLimiter:
         )
         self.rates = make_rates(limits.prices, limits.unknown_model)
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
+        self.growth = limits.max_input_growth or 0
         self._listed = [
             *self._list_limits(self.limits),
+            *([(MAX_INPUT_GROWTH, "", self.growth)] if self.growth else []),
             *_list_agent_limits(self.agent_limits or NO_LIMITS),
         ]
         self._listed_unnamed = [] if self.unnamed is None else self._list_limits(self.unnamed)
@@ -369,13 +392,13 @@ class SessionLimiter:
         self._warn = _compile_notice(limits.escalate.warn)
         self.looks = True
         self.asks_usage = limits.usage is not None and not shadow
-        self.steers = bool(self._steer)
-        self.gives_notice = bool(self._steer or self._warn)
+        self.steers = bool(self._steer) or self.growth > 0
+        self.gives_notice = self.steers or bool(self._warn)
         self.narrows = self.limits.narrows or self.limits.finishes or bool(self.limits.tools)
         self.refusal = RefusalForm(
             limits.reject_status if isinstance(limits.reject_status, int) else None
         )
-        self._key = f"{namespace}session6:{policy}:"
+        self._key = f"{namespace}session7:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self.chains = Chains(policy, session.idle_seconds, namespace=namespace)
 
@@ -394,6 +417,8 @@ class SessionLimiter:
             f"{limit} {'call' if limit == 1 else 'calls'} of {self._tool_names[digest]}"
             for digest, limit in limits.tools
         ]
+        if self.growth and session != UNNAMED:
+            words.append(f"a note at {self.growth} times the first input")
         words += (
             [f"{limits.threshold} equal calls in {limits.window} steps"]
             if limits.threshold != _NONE
@@ -422,6 +447,11 @@ class SessionLimiter:
             for digest, limit in limits.tools
         ]
         return limits.with_tools(tuple(tools))
+
+    def find_growth(self, standing: Standing) -> int:
+        """The input tokens at which notes start, if the newest answer has reached them; else 0."""
+        start = self.growth * max(standing.first_input, LEAST_INPUT)
+        return start if standing.newest_input >= start else 0
 
     def owns(self, key: str) -> bool:
         """Whether a key may belong to one of its ledgers."""
@@ -514,8 +544,10 @@ class SessionLimiter:
         grants: tuple[int, int, int],
         session: str,
         agent_limits: AgentLimits,
+        *,
+        own: bool = True,
     ) -> Outcome:
-        """The outcome of a request, given the store's answer."""
+        """The outcome of a request, given the store's answer; `own`: no agent has sent it."""
         if standing.waits:
             waiting = WaitingSubject(MAX_COST, standing.used, standing.allowed)
             return self._make_outcome(
@@ -537,6 +569,11 @@ class SessionLimiter:
                     allowed = self._read_allowed(met, grants, agent_limits)
                     subject = SessionSubject(met, _read_used(standing, met), allowed)
                     return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
+            if own and not standing.retry and (start := self.find_growth(standing)):
+                subject = SessionSubject(MAX_INPUT_GROWTH, standing.newest_input, start)
+                return self._make_outcome(
+                    Action.STEER, fingerprint, tenant, standing.steps, subject
+                )
         return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
 
     def find_narrowing(

@@ -27,6 +27,8 @@ MAX_TOOLS: Final = 64
 MAX_COST: Final = 1_000_000.0
 """Dollars; nano-dollars then stay exact in all calculations."""
 
+MAX_GROWTH: Final = 1_000
+
 ANY_MODEL: Final = "*"
 
 _COUNTED = ("max_steps", "max_tool_calls", "max_cost_per_session")
@@ -38,7 +40,14 @@ _AGENTS = ("max_agents", "max_depth", "max_concurrent_agents", "max_spawns_per_m
 _NOTICED = (*_COUNTED, "max_agents")
 """Limits for which a note can name the remaining amount."""
 
-_LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker", *_AGENTS)
+_LIMITS = (
+    *_COUNTED,
+    "max_calls_per_tool",
+    "max_input_growth",
+    "loop_detection",
+    "circuit_breaker",
+    *_AGENTS,
+)
 
 _CONVERSATIONS = [
     f"{BODY}:/conversation",  # of the Responses API: its id, or an object that contains it
@@ -192,6 +201,8 @@ class SessionLimits(JsonObject):
         max_calls_per_tool: maximum calls by tool name; used-up tools are removed. 0: only with a
             grant.
         max_cost_per_session: maximum cost in dollars; the next request is refused.
+        max_input_growth: from this multiple of the input tokens of its first answer, a session's
+            requests get a note to compact. Refuses nothing.
         loop_detection: repeated calls that are too many.
         circuit_breaker: what kills a session.
         max_agents: maximum agents that a session starts, directly or through other agents; further
@@ -217,6 +228,7 @@ class SessionLimits(JsonObject):
         dict[Tool, Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)]], Field(max_length=MAX_TOOLS)
     ] = {}
     max_cost_per_session: Dollars | None = None
+    max_input_growth: Annotated[int, Field(ge=2, le=MAX_GROWTH)] | None = None
     loop_detection: RecentCalls | None = None
     circuit_breaker: SessionBreaker | None = None
     max_agents: Annotated[int, Field(ge=0, le=MAX_AGENTS)] | None = None
@@ -237,6 +249,7 @@ class SessionLimits(JsonObject):
         return (
             asked
             or self.max_cost_per_session is not None
+            or self.max_input_growth is not None
             or (breaker is not None and breaker.consecutive_errors is not None)
         )
 

@@ -83,6 +83,7 @@ class Account:
         self.blocks = self.row = self.errors = self.narrowed = self.halvings = 0
         self.cost = self.estimated = self.paid = self.failures = self.model_ms = 0
         self.tokens = [0, 0, 0, 0]
+        self.inputs: list[int] = []
         self.killed = 0
 
     def close_old(self, now: int) -> None:
@@ -226,7 +227,7 @@ class Account:
             and self.count == len(offered) <= 3
         ):
             self.count = 0
-            self.identities = {}
+            self.identities, self.inputs = {}, []
             for step in self.open:
                 step["retry"] = True
         return asked.identity
@@ -261,6 +262,8 @@ class Account:
         self.paid += asked.cost > 0
         self.tokens = [total + more for total, more in zip(self.tokens, asked.tokens, strict=True)]
         self.model_ms += asked.model_ms
+        prompt = sum(asked.tokens) - asked.tokens[1]
+        self.inputs += [prompt] if prompt and asked.measured and not step["retry"] else []
         self.failures += asked.outcome == FAILED
         self.estimated += asked.cost if asked.estimated else 0
         self.errors = self.errors + 1 if asked.outcome == FAILED else 0
@@ -295,6 +298,9 @@ class Account:
             tokens,
             self.model_ms,
             self.failures,
+            None,
+            b"",
+            *((self.inputs[0], self.inputs[-1]) if self.inputs else (0, 0)),
         )
 
 
@@ -405,6 +411,7 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
                 used = {
                     "tokens": (amount, number, gap % 7 * amount, amount // 2),
                     "model_ms": number * amount,
+                    "measured": gap % 3 > 0,
                 }
                 settlement = settle_step(
                     step, outcome, amount * 3, key=key, estimated=amount == 4, **used

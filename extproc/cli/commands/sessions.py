@@ -108,6 +108,8 @@ def _write_session(session: Mapping[str, Any]) -> str:
         said.insert(1, f"{count(unnamed, 'request')} for which nothing names a session")
     if session["started_by"]:
         said.insert(1, f"an agent of {session['started_by']}, judging by its first message")
+    if session.get("growing"):  # older servers lack it
+        said.append(f"input {session['input_growth']:g}x its first")
     if session["killed"]:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:

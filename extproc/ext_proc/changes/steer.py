@@ -102,7 +102,7 @@ def write_note(outcome: Outcome, exchange: Exchange, guard: Compiled) -> str:
     elif outcome.action is Action.LAND:
         sentences = [f"{advice.about}: {advice.what}.", cause, _end(advice.reason), LANDING]
     else:
-        earlier, outlook = _look_ahead(outcome, guard)
+        earlier, outlook = ("", "") if advice.harmless else _look_ahead(outcome, guard)
         what = f"{advice.about}: {advice.what}."
         sentences = [what, earlier, cause, remedy, _end(advice.reason), advice.instead, outlook]
     return " ".join([sentence for sentence in sentences if sentence])

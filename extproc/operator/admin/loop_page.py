@@ -102,11 +102,14 @@ def _send(
         request, Selection(selection.policy, selection.caller, limit=_MAX_BUDGETS)
     )
     charts, orders = draw_charts(report["curves"]), list(pages.list_orders())
-    exploding = [run for run in runs["sessions"] if run["exploding"] and not selection.tool]
+    exploding, growing = [
+        [run for run in runs["sessions"] if run[what] and not selection.tool]
+        for what in ("exploding", "growing")
+    ]
     failing = sum(row["active"] for row in report["incidents"])
     looping = report["total"]["looping"]
     burning = [count(looping, "active loop")] if looping else []
-    burning += list_burning(failing, len(exploding), used["total"])
+    burning += list_burning(failing, len(exploding), len(growing), used["total"])
     return send_html(
         request,
         "loops.html",
@@ -115,10 +118,12 @@ def _send(
         active=looping
         + failing
         + len(exploding)
+        + len(growing)
         + used["total"]["used_up"]
         + used["total"]["open_breakers"],
         headline=", ".join(burning) or "No active loops",
         exploding=exploding[:_MAX_RUNS],
+        growing=growing[:_MAX_RUNS],
         tight=[row for row in used["budgets"] if not is_healthy(row)],
         healthy=[row for row in used["budgets"] if is_healthy(row)],
         left_out=used["total"]["budgets"] - len(used["budgets"]),

@@ -27,7 +27,7 @@ from extproc.operator.admin.reports import (
     describe_view,
     write_time,
 )
-from extproc.operator.admin.session_report import list_explosions
+from extproc.operator.admin.session_report import list_runaways
 from extproc.operator.after_notes import ARMS, count_open, describe_after
 from extproc.operator.board import Board
 from extproc.operator.loop_rows import IncidentDocument, Loop, LoopDocument
@@ -87,14 +87,16 @@ class LoopPages(TablePages[LoopDocument]):
             now,
             shows_results=self.may_see_callers(request),
         )
-        explosions = list_explosions(
-            runs, selection, shows_callers=shown, now=now, orders=known.orders
-        )
+        explosions, growing = [
+            list_runaways(runs, selection, what, shows_callers=shown, now=now, orders=known.orders)
+            for what in ("exploding", "growing")
+        ]
         return {
             **describe_view(view, now),
             "estimate": _ESTIMATE,
             **group_loops(view.document.rows, selection, known),
             "explosions": explosions[: selection.limit],
+            "growing": growing[: selection.limit],
             **describe_history(view.document, selection, now),
             "coverage": self.summarize(),
         }

@@ -65,11 +65,14 @@ def write_refusal(row: Mapping[str, Any]) -> str:
     return f"{at} within {write_duration(ahead['within_seconds'])}, not at this pace"
 
 
-def list_burning(failing: int, explosions: int, budgets: Mapping[str, int] | None) -> list[str]:
-    """What costs money besides loops: failing tools, agent explosions and exhausted budgets."""
+def list_burning(
+    failing: int, explosions: int, growing: int, budgets: Mapping[str, int] | None
+) -> list[str]:
+    """What costs money besides loops: failing tools, runaway sessions and exhausted budgets."""
     counted = (
         (failing, "failing tool", "failing tools"),
         (explosions, "explosion of agents", "explosions of agents"),
+        (growing, "growing session", "growing sessions"),
         (budgets["used_up"] if budgets else 0, "used-up budget", "used-up budgets"),
         (budgets["open_breakers"] if budgets else 0, "open breaker", "open breakers"),
     )

@@ -14,6 +14,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
@@ -22,7 +23,7 @@ from extproc.operator.admin.reports import write_time
 from extproc.operator.session_rows import ACTIVE_SECONDS, Amounts, CallRow, RunEvent, SessionRow
 from extproc.operator.session_table import convert_amount
 from extproc.policy.bundle import SHADOW
-from extproc.sessions.limits import MAX_STEPS, PER_TOOL
+from extproc.sessions.limits import LEAST_INPUT, MAX_INPUT_GROWTH, MAX_STEPS, PER_TOOL
 from extproc.store.rules.tree import AGENT_LIMITS
 
 _MANY_AGENTS = 32
@@ -95,6 +96,18 @@ def is_exploding(row: SessionRow, now: float) -> bool:
     if row.refusal is not None and row.refusal.limit in AGENT_LIMITS:
         last.append(row.refusal.at)
     return bool(last) and now - max(last) < ACTIVE_SECONDS
+
+
+def is_growing(row: SessionRow, now: float) -> bool:
+    """Whether a session is active, and its input has reached `max_input_growth`."""
+    limits = {limit: amount for limit, _, amount in row.limits}
+    reached = measure_growth(row) >= limits.get(MAX_INPUT_GROWTH, math.inf)
+    return reached and now - row.last < ACTIVE_SECONDS
+
+
+def measure_growth(row: SessionRow) -> float:
+    """The newest input of a session, as a multiple of its first."""
+    return row.newest_input / max(row.first_input, LEAST_INPUT)
 
 
 def _has_agents(row: SessionRow, now: float) -> bool:

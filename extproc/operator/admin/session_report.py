@@ -36,6 +36,8 @@ from extproc.operator.admin.run_report import (
     explain_end,
     find_running,
     is_exploding,
+    is_growing,
+    measure_growth,
     order_timeline,
 )
 from extproc.operator.board import View
@@ -59,6 +61,12 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
 }
 """Sort keys. The largest or latest comes first."""
+
+_RUNAWAYS = {
+    "exploding": (is_exploding, "agents", Action.REJECT),
+    "growing": (is_growing, "cost", Action.STEER),
+}
+"""By field: what finds such sessions, how they are sorted, and what is done about them."""
 
 _DIGITS = 9
 
@@ -188,6 +196,8 @@ def describe_session(
         "started_by": row.started_by or None,
         "agents": _describe_agents(row, now),
         "exploding": ended is None and is_exploding(row, now),
+        "growing": ended is None and is_growing(row, now),
+        "input_growth": round(measure_growth(row), 1) if row.first_input else None,
         "ended": ended,
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
@@ -197,32 +207,35 @@ def describe_session(
     return {**described, "commands": suggest_for_session(described, named=row.session != UNNAMED)}
 
 
-def list_explosions(
+def list_runaways(  # noqa: PLR0913  # as `describe_session`, and what to list
     rows: Sequence[SessionRow],
     selection: Selection,
+    what: str,
     *,
     shows_callers: bool,
     now: float,
     orders: OrderIndex,
 ) -> list[dict[str, Any]]:
-    """Sessions that start too many agents, worst first, with the fields of rows of `/loops`."""
+    """Sessions that are `exploding` or `growing`, worst first, with the fields of `/loops`."""
     if selection.tool:  # sessions have no single tool
         return []
+    finds, sort, action = _RUNAWAYS[what]
     running = find_running(rows, now)
-    exploding = [row for row in rows if is_exploding(row, now)]
     described = (
         describe_session(row, shows_callers=shows_callers, orders=orders, running=running)
-        for row in exploding
+        for row in rows
+        if finds(row, now)
     )
-    found = select(described, selection._replace(sort="agents"), SORTS)
+    found = select(described, selection._replace(sort=sort), SORTS)
     return [
         {
             **session,
+            "runaway": what,
             "policies": [session["policy"]],
             "first_seen": session["started"],
             "looping": True,
-            "action": Action.ALLOW.value if session["mode"] == SHADOW else Action.REJECT.value,
-            "shadow": Action.REJECT.value if session["mode"] == SHADOW else None,
+            "action": Action.ALLOW.value if session["mode"] == SHADOW else action.value,
+            "shadow": action.value if session["mode"] == SHADOW else None,
             "input_tokens_sent_on": session["usage"]["input_tokens"],
             "cost_sent_on_usd": session["actual_cost"] + session["reserved_cost"],
             "estimated_cost_usd": session["estimated_cost"] + session["reserved_cost"],
@@ -232,7 +245,7 @@ def list_explosions(
             "cost_per_minute_usd": None,
         }
         for session in found
-        if session["exploding"]
+        if session[what]
     ]
 
 

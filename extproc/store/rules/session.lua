@@ -16,15 +16,15 @@
 -- tree.lua and root.lua are loaded before this file. Formats, rules and names are those of session.py. The value decides; the key's
 -- own expiry only collects garbage.
 
-local VERSION = 5
-local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I8I8I8I8I8I4I4I4I4I4I4I4I4BBBBBBI2I2', 123
+local VERSION = 6
+local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I8I8I8I8I8I4I4I4I4I4I4I4I4I4I4BBBBBBI2I2', 131
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
 local BEGUN_VERSION = 1
 local BEGUN, BEGUN_SIZE = '>BI8I8I4', 21
 local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
 local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I4I8'
-local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8I8I8I8I8I8I4B'
+local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8I8I8I8I8I8I4I4I4B'
 
 local RECORD, KNOWN, ID, NAME, NO_ID = 15, 11, 6, 10, '\0\0\0\0\0\0'
 local FEW = 16
@@ -37,7 +37,7 @@ local MONEY = 4
 local FAILED, REFUSED, STEP, WITHDRAWN, JOINED = 1, 2, 3, 4, 5
 local CONVERSATION = 8
 local RETRY, NARROWED = 1, 2
-local ENDS, OFFERED, FINISHES = 2, 4, 16
+local ENDS, OFFERED, FINISHES, MEASURED = 2, 4, 16, 32
 local CROWDED, IN_TREE, OF_ROOT, FIRST_OF_AGENTS = 1, 2, 4, 7
 local ROOT_ASKED, ROOT_ASKED_SIZE = '>c8I4', 12
 local OFFER, OFFERS_TOOLS, OFFERS_NONE = 64, 1, 2
@@ -61,8 +61,8 @@ local function make(now, steps, halvings)
   return {
     last = now, began = now, cost = 0, estimated = 0, reserved = 0, input = 0, output = 0, cache_read = 0, cache_write = 0,
     model_ms = 0, steps = steps, tool_calls = 0, narrowed_at = 0, blocks = 0, consecutive_blocks = 0, consecutive_errors = 0,
-    paid = 0, failures = 0, killed = 0, renewed = 0, halvings = halvings, identities = '', open = '', counts = '', names = '',
-    marks = '', records = '',
+    paid = 0, failures = 0, first_input = 0, newest_input = 0, killed = 0, renewed = 0, halvings = halvings, identities = '',
+    open = '', counts = '', names = '', marks = '', records = '',
   }
 end
 
@@ -70,8 +70,8 @@ local function unpack_ledger(value)
   if #value < HEAD_SIZE or string.byte(value) ~= VERSION then return nil end
   local l, _, identities, open, tools, names, marks, at = {}, nil, nil, nil, nil, nil, nil, nil
   _, l.last, l.began, l.cost, l.estimated, l.reserved, l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.steps,
-    l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.paid, l.failures, l.killed, l.renewed,
-    l.halvings, identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
+    l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.paid, l.failures, l.first_input,
+    l.newest_input, l.killed, l.renewed, l.halvings, identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
   identities, open, tools, marks = identities * REPEATED, open * RESERVATION_SIZE, tools * TOOL_SIZE, marks * MARK_SIZE
   local records = #value + 1 - at - identities - open - tools - names - marks
   if records < 0 or records % KNOWN > 0 then return nil end -- not written by Loopguard either
@@ -87,7 +87,8 @@ end
 local function pack_ledger(l)
   local head = struct.pack(HEAD, VERSION, l.last, l.began, l.cost, l.estimated, l.reserved, l.input, l.output, l.cache_read,
     l.cache_write, l.model_ms, l.steps, l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks, l.consecutive_errors,
-    l.paid, l.failures, l.killed, l.renewed, l.halvings, #l.identities / REPEATED, #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
+    l.paid, l.failures, l.first_input, l.newest_input, l.killed, l.renewed, l.halvings, #l.identities / REPEATED,
+    #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
   return table.concat({head, l.identities, l.open, l.counts, l.names, l.marks, l.records})
 end
 
@@ -405,7 +406,7 @@ local function sort_out(l, asked, known)
     return has_tools and not known and sub(l.identities, -REPEATED, -2) or asked.identity
   end
   if not has_tools and none then
-    l.steps, l.identities = 0, ''
+    l.steps, l.first_input, l.newest_input, l.identities = 0, 0, 0, ''
     local open = {}
     for at = 1, #l.open, RESERVATION_SIZE do
       local bits = string.byte(l.open, at + RESERVATION_SIZE - 1)
@@ -462,6 +463,11 @@ local function close(l, at, asked)
   l.input, l.output = l.input + asked.records, l.output + asked.earlier
   l.cache_read, l.cache_write = l.cache_read + asked.shown, l.cache_write + asked.newest
   l.model_ms = l.model_ms + asked.total
+  local input = asked.records + asked.shown + asked.newest
+  if asked.measured and input > 0 and bits % NARROWED ~= RETRY then
+    l.newest_input = math.min(input, MAX)
+    if l.first_input == 0 then l.first_input = l.newest_input end
+  end
   if asked.kind == FAILED then l.failures = math.min(l.failures + 1, MAX) end
   l.consecutive_errors = asked.kind == FAILED and math.min(l.consecutive_errors + 1, MAX) or 0
   if l.killed == 0 and asked.errors >= 0 and l.consecutive_errors >= asked.errors then l.killed = 2 end
@@ -471,7 +477,8 @@ local function describe(l, now, retry, limit, used, allowed, tool, tree, root)
   local bits = (l.halvings > 0 and CROWDED or 0) + (tree and IN_TREE or 0) + (root and OF_ROOT or 0)
   local standing = struct.pack(STANDING, limit, l.killed, bits, retry and 1 or 0, tool or '\0\0\0\0', used, allowed,
     l.steps, l.tool_calls, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.cost, l.estimated, l.reserved,
-    math.max(0, now - l.began), l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.failures, #l.counts / TOOL_SIZE)
+    math.max(0, now - l.began), l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.failures,
+    l.first_input, l.newest_input, #l.counts / TOOL_SIZE)
   return standing .. (tree or '') .. (root or '') .. l.counts .. l.names
 end
 
@@ -564,7 +571,8 @@ while next_key <= #KEYS do
     asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records,
     asked.earlier, asked.shown, asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
   asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags % OFFERED >= ENDS
-  asked.offer, asked.finishes = math.floor(flags % FINISHES / OFFERED), flags >= FINISHES
+  asked.offer = math.floor(flags % FINISHES / OFFERED)
+  asked.finishes, asked.measured = flags % MEASURED >= FINISHES, flags >= MEASURED
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   local keys, place = 2, ARGV[at + 7]
   local tree_key, own_key, parent_key = nil, nil, nil

@@ -6,7 +6,7 @@ outcome later. Money is counted in nano-dollars, 1e-9 $.
 Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed
 value, the same in all stores except for the byte order of numbers: a head, the identities of the
 newest requests, reservations for calls that are not settled, the number of calls of each tool, the
-tools' names, marks of the newest histories, and the newest tool calls. A new ledger takes 180
+tools' names, marks of the newest histories, and the newest tool calls. A new ledger takes 190
 bytes, and any ledger 10 KB at most, plus its tools' names.
 
 The cost of a request is known when it has been answered. Until then it reserves the average cost of
@@ -15,7 +15,9 @@ cannot all spend the same rest of a limit. A request that is refused only becaus
 may be let through later, so it does not count towards `Limits.blocks`.
 
 The totals of tokens, failures and the model's time are part of the ledger, and change in the same
-step as the cost. So all replicas show the same totals, and a restart loses none.
+step as the cost. So all replicas show the same totals, and a restart loses none. So are the tokens
+of the prompt in the session's first and newest answer, without those of retries, side requests and
+agents, and without estimates.
 
 To find out which calls of a history are new, the first rule that applies is used:
 
@@ -286,6 +288,7 @@ class Settlement(NamedTuple):
         outcome: `SUCCEEDED`, `FAILED`, `REFUSED`, `WITHDRAWN` or `JOINED`.
         tokens: of input, output, cache reads and cache writes.
         model_ms: time that the upstream took, in milliseconds.
+        measured: the tokens are reported, and the request is the session's own, not an agent's.
     """
 
     key: str
@@ -296,6 +299,7 @@ class Settlement(NamedTuple):
     outcome: int
     tokens: Tokens = NO_TOKENS
     model_ms: int = 0
+    measured: bool = False
 
 
 class Standing:
@@ -329,6 +333,8 @@ class Standing:
         tokens: of all settled calls.
         model_ms: time that the upstream took for all settled calls, in milliseconds.
         failures: number of failed calls.
+        first_input: tokens of the prompt in the session's first measured answer; 0 before it.
+        newest_input: the same of the newest one.
     """
 
     def __init__(  # noqa: PLR0913  # a record
@@ -355,12 +361,16 @@ class Standing:
         failures: int = 0,
         tree: TreeStanding | None = None,
         root: bytes = b"",
+        first_input: int = 0,
+        newest_input: int = 0,
     ) -> None:
         self.tree = tree
         self.root = root
         self.tokens = tokens
         self.model_ms = model_ms
         self.failures = failures
+        self.first_input = first_input
+        self.newest_input = newest_input
         self.limit = limit
         self.used = used
         self.allowed = allowed
@@ -406,7 +416,7 @@ _FIELDS: Final = (
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
     *("killed", "age_ms", "crowded", "retry", "tools", "tree"),
-    *("tokens", "model_ms", "failures", "root"),
+    *("tokens", "model_ms", "failures", "root", "first_input", "newest_input"),
 )
 
 
@@ -418,12 +428,12 @@ A hit or a `Begin` is answered with a `Count`, the others with a `Standing`.
 
 # In the byte order of most processors, which takes a third of the time. Remote stores use network
 # byte order.
-_VERSION: Final = 5
-_HEAD: Final = struct.Struct("<BQQQQQQQQQQIIIIIIIIBBBBBBHH")
+_VERSION: Final = 6
+_HEAD: Final = struct.Struct("<BQQQQQQQQQQIIIIIIIIIIBBBBBBHH")
 """Version; last, began, cost, estimated, reserved; tokens, of four kinds; model_ms; steps,
-tool_calls, narrowed_at, blocks, consecutive_blocks, consecutive_errors, paid, failures; killed,
-renewed, halvings; and the numbers of identities, reservations, tools, bytes of tools' names, and
-marks."""
+tool_calls, narrowed_at, blocks, consecutive_blocks, consecutive_errors, paid, failures,
+first_input, newest_input; killed, renewed, halvings; and the numbers of identities, reservations,
+tools, bytes of tools' names, and marks."""
 
 _HEAD_SIZE: Final = _HEAD.size
 _RESERVATION: Final = struct.Struct("<16s8sQQIIB")
@@ -580,6 +590,7 @@ class Ledger:
         self.last = self.began = now
         self.cost = self.estimated = self.reserved = 0
         self.paid = self.failures = self.model_ms = 0
+        self.first_input = self.newest_input = 0
         self.tokens = NO_TOKENS
         self.steps = steps
         self.tool_calls = self.narrowed_at = 0
@@ -624,6 +635,8 @@ class Ledger:
             self.consecutive_errors,
             self.paid,
             self.failures,
+            self.first_input,
+            self.newest_input,
             self.killed,
             renewed,
             self.halvings,
@@ -669,6 +682,8 @@ class Ledger:
             self.consecutive_errors,
             self.paid,
             self.failures,
+            self.first_input,
+            self.newest_input,
             self.killed,
             self.renewed,
             self.halvings,
@@ -769,7 +784,7 @@ class Ledger:
         if not has_tools and all(none) and self.steps == len(none) <= MAX_RETRIES_PER_STEP:
             # The first request that offers tools: all before it were side requests, such as for a
             # title.
-            self.steps = 0
+            self.steps = self.first_input = self.newest_input = 0
             self.identities = {}
             self.open = [(*reservation[:6], reservation[6] | _RETRY) for reservation in self.open]
         return asked.identity
@@ -1066,6 +1081,9 @@ class Ledger:
         given, taken, read, written = asked.tokens
         before = self.tokens
         self.tokens = before[0] + given, before[1] + taken, before[2] + read, before[3] + written
+        if asked.measured and given + read + written and not bits & _RETRY:
+            self.newest_input = min(given + read + written, _MAX)
+            self.first_input = self.first_input or self.newest_input
         self.model_ms += asked.model_ms
         failed = asked.outcome == FAILED
         self.failures = min(self.failures + failed, _MAX)
@@ -1122,6 +1140,8 @@ class Ledger:
             self.tokens,
             self.model_ms,
             self.failures,
+            first_input=self.first_input,
+            newest_input=self.newest_input,
         )
 
 
@@ -1216,11 +1236,12 @@ def pack_name(name: str) -> bytes:
     return bytes((len(encoded),)) + encoded
 
 
-_STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQQQQQQIB")
+_STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQQQQQQIIIB")
 """Limit, killed, crowded, retry, tool, used, allowed; steps, tool_calls, blocks,
 consecutive_blocks, consecutive_errors; cost, estimated, reserved, age_ms; tokens, of four kinds;
-model_ms, failures; and the number of tools that follow, packed as in a ledger. If `crowded` has the
-bit `_IN_TREE`, the tree's answer stands before them; then, with the bit `_OF_ROOT`, the root."""
+model_ms, failures, first_input, newest_input; and the number of tools that follow, packed as in a
+ledger. If `crowded` has the bit `_IN_TREE`, the tree's answer stands before them; then, with the
+bit `_OF_ROOT`, the root."""
 _CROWDED: Final = 1
 _IN_TREE: Final = 2
 _OF_ROOT: Final = 4
@@ -1245,7 +1266,7 @@ def read_standing(answer: bytes) -> Standing:
         raise ValueError
     steps, tool_calls, blocks, consecutive_blocks, consecutive_errors = amounts[:5]
     cost, estimated, reserved, age = amounts[5:9]
-    given, taken, read, written, model_ms, failures = amounts[9:]
+    given, taken, read, written, model_ms, failures, first, newest = amounts[9:]
     tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
         limit,
@@ -1270,6 +1291,8 @@ def read_standing(answer: bytes) -> Standing:
         failures,
         tree,
         root,
+        first,
+        newest,
     )
 
 
@@ -1277,6 +1300,7 @@ _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIIQ")
 _ENDS: Final = 2
 _OFFERED: Final = 4
 _FINISHES: Final = 16
+_MEASURED: Final = 32
 """Flags of a question, beside 1 for `Limits.narrows`; `_OFFERED` is the factor of the offer."""
 
 _STEP: Final = 3
@@ -1296,6 +1320,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         money = min(asked.cost, MAX_MONEY)
         records, earlier, shown, newest = asked.tokens
         total = asked.model_ms
+        flags += _MEASURED * asked.measured
     else:
         kind, estimated, identity = _STEP, False, asked.identity
         money = min(asked.reserve, MAX_RESERVE)

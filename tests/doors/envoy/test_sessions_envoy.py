@@ -46,6 +46,7 @@ POLICIES = bundle(
     limited("once", max_cost_per_session=1.0, prices=TOKEN_COSTS_A_CENT),
     limited("asked", usage="request", max_cost_per_session=4.0, prices=TOKEN_COSTS_A_CENT),
     limited("errors", max_steps=100, circuit_breaker={"consecutive_errors": 3}),
+    limited("growth", max_input_growth=2),
     limited("steps", max_steps=3, circuit_breaker={"consecutive_blocks": 4}),
 )
 
@@ -206,6 +207,23 @@ def test_stream_reports_usage_and_times_of_model_and_tools(bank: Bank, session: 
         (["scan"], 1, 7),
     ]
     assert all(0.3 <= step["model_seconds"] <= PATIENCE for step in steps)
+
+
+def test_grown_session_gets_a_note_until_it_compacts(bank: Bank, session: str) -> None:
+    noted = []
+    for number, (prompt, growth) in enumerate(
+        [(12_000, 1.0), (25_000, 2.1), (14_000, 1.2), (9_000, 0.8)], 1
+    ):
+        done = [Did((("scan", {"at": at}),), (f"line {at}",), number=at) for at in range(number)]
+        usage = {"prompt_tokens": prompt, "completion_tokens": 5}
+        answer = bank.send(
+            whole(usage=usage), "/growth/v1/x", session, body=json.dumps(as_chat(done)).encode()
+        )
+        assert answer.status == 200
+        noted.append(b"Input growing" in bank.model.body)
+        bank.find(session, input_growth=growth, growing=growth >= 2)
+
+    assert noted == [False, False, True, False]
 
 
 def test_failures_in_a_row_kill_until_a_release(bank: Bank, session: str) -> None:

@@ -16,6 +16,7 @@ from extproc.operator.admin.row_states import is_healthy, list_burning
 from extproc.operator.admin.run_report import is_exploding
 from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.session_table import SessionTable
+from extproc.sessions.rates import Usage
 from extproc.store.rules.budget import BUCKET, PERIOD
 from extproc.store.rules.session import LIMITS, Standing
 from extproc.store.rules.tree import TreeStanding
@@ -27,6 +28,12 @@ from tests.support.messages import body, headers
 from tests.support.operated import Ahead, Operated, send
 from tests.support.pages import Outline
 from tests.support.service import exchange, make_service
+from tests.support.session_limits import (
+    ask as ask_session,
+    limited as session_limited,
+    settle as settle_session,
+    turns,
+)
 from tests.support.session_runs import SESSION, TENANT, note
 from tests.support.turn_writers import Did, as_chat
 
@@ -147,6 +154,38 @@ def test_top_has_everything_that_burns_money(
     assert "walker" not in printed
 
 
+@pytest.mark.parametrize(("mode", "now"), [("enforce", "steer"), ("shadow", "(would steer)")])
+def test_growing_session_is_shown_until_it_compacts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mode: str, now: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    made = Operated(session_limited(mode, max_input_growth=3))
+
+    def show(number: int, tokens: int) -> tuple[str, ...]:
+        answer = ask_session(made.service, turns(number))
+        settle_session(made.service, answer, Usage(tokens, 9))
+        ask_session(made.service, turns(number + 1))
+        with made.listen() as url:
+            for command in ("top", "doctor", "sessions"):
+                main([command, "--admin", url])
+        return capsys.readouterr().out, made.read()
+
+    calm = show(1, 12_000)
+    told, page = show(3, 39_600)
+    compacted = show(5, 14_000)
+
+    assert re.search(rf"^input 3\.3x its first +[0-9]s {re.escape(now)} ", told, re.MULTILINE)
+    assert "no loop in the last hour, 1 growing session; 1 replica" in told
+    assert re.search(
+        r"note: agents: 1 of [0-9]+ requests \(grown input\) are in sessions whose input", told
+    )
+    assert "<h1>1 growing session</h1>" in page
+    assert "<b>3.3</b> times its first input</div>" in page
+    assert ["growing" in text or "x its first" in text for text in (*calm, *compacted)] == [
+        False
+    ] * 4
+
+
 @pytest.mark.parametrize(
     ("agents", "mode", "allowed", "exploding"),
     [
@@ -227,9 +266,10 @@ def test_budget_smaller_than_the_refused_request_is_used_up(
 
 
 def test_words_for_what_burns_agree_with_their_numbers() -> None:
-    assert list_burning(0, 0, None) == []
-    assert list_burning(1, 2, {"used_up": 1_000, "open_breakers": 1}) == [
-        "1 failing tool", "2 explosions of agents", "1,000 used-up budgets", "1 open breaker",
+    assert list_burning(0, 0, 0, None) == []
+    assert list_burning(1, 2, 1, {"used_up": 1_000, "open_breakers": 1}) == [
+        "1 failing tool", "2 explosions of agents", "1 growing session", "1,000 used-up budgets",
+        "1 open breaker",
     ]  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from extproc.cli.main import main
 from extproc.engine.orders import BLOCK, Target
+from extproc.engine.settlements import Entry
+from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.operator.coverage_rows import CROWDED
 from extproc.pb.external_processor_pb2 import ProcessingResponse
@@ -446,6 +448,77 @@ def test_escalation_warns_then_steers_before_refusing() -> None:
     ] == [("X-Fairvisor-Warning", b"session_warn")]
     assert "1 of this session's 4 steps are left" in steered.body_mutation.body.decode()
     assert metadata_of(answers[2])["warning"] == "session_steer"
+
+
+def play_inputs(
+    service: Service, inputs: Sequence[int], clients: Sequence[dict[str, str]] = ({},)
+) -> list[bool]:
+    """Requests whose answers report these tokens; whether each got a note to compact."""
+    noted = []
+    for number, tokens in enumerate(inputs, 1):
+        who = clients[number % len(clients)]
+        answer = ask(service, turns(number), **who)
+        noted.append(b"Input growing" in answer.request_body.response.body_mutation.body)
+        settle(service, answer, Usage(tokens // 2, 9, tokens // 4, tokens // 4))
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("inputs", "noted"),
+    [
+        ([12_000, 35_996, 36_000, 90_000, 14_000, 40_000, 0, 8, 8], [4, 5, 7, 8]),
+        ([100, 29_996, 30_000, 8], [4]),
+        ([0, 40_000, 90_000, 120_000, 8], [5]),
+    ],
+    ids=["until it falls", "a short start counts as 10,000", "the first reported answer"],
+)
+def test_grown_input_is_noted_and_never_refused(inputs: list[int], noted: list[int]) -> None:
+    service = make_service(limited(max_input_growth=3, max_steps=90))
+
+    assert play_inputs(service, inputs) == [at in noted for at in range(1, len(inputs) + 1)]
+
+
+def test_note_to_compact_names_the_tokens_and_no_refusal() -> None:
+    service = make_service(limited(max_input_growth=3))
+    play_inputs(service, [12_000, 40_000])
+
+    answer = ask(service, turns(3))
+
+    note = answer.request_body.response.body_mutation.body.decode()
+    assert "now has 40,000 input tokens; it should have fewer than 36,000" in note
+    assert "refused" not in note
+    assert metadata_of(answer)["limit"] == "max_input_growth"
+    assert metadata_of(answer)["warning"] == "session_steer"
+
+
+def test_input_of_agents_neither_grows_nor_is_noted() -> None:
+    service = make_service(limited(max_input_growth=3))
+    root = {"x_claude_code_session_id": "s"}
+    agent = {**root, "x_claude_code_agent_id": "a"}
+
+    noted = play_inputs(service, [90_000, 12_000] * 2 + [90_000] * 4, [root, agent])
+
+    assert noted == [False] * 7 + [True]  # the session's own are the second, fourth, ...
+
+
+def test_estimated_input_and_that_of_retries_is_not_compared() -> None:
+    service = make_service(limited(max_input_growth=3))
+    play_inputs(service, [12_000])
+    estimated = Entry(
+        json.loads(metadata_of(ask(service, turns(2)))["sessions"]), 200, usage=Usage(90_000, 9)
+    )
+
+    service.settle_entry(estimated)
+    settle(service, ask(service, turns(2)), Usage(90_000, 9))
+
+    assert not changed(ask(service, turns(3)))
+
+
+def test_shadow_growth_is_only_reported() -> None:
+    service = make_service(limited("shadow", max_input_growth=3))
+
+    assert play_inputs(service, [12_000, 40_000, 40_000]) == [False] * 3
+    assert metadata_of(ask(service, turns(4)))["shadow_action"] == "steer"
 
 
 def test_request_without_body_phase_is_a_step() -> None:

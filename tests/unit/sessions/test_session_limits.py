@@ -150,6 +150,7 @@ REFUSED: list[tuple[object, str, str]] = [
         "has no limit",
     ),
     ({"max_steps": 9, "prices": {"*": {"input": 1}}}, "/prices/*/output", "output is required"),
+    ({"max_input_growth": 1}, "/max_input_growth", "max_input_growth must be >= 2, not 1"),
     ({"max_agents": -1}, "/max_agents", "max_agents must be >= 0, not -1"),
     ({"max_depth": 1_001}, "/max_depth", "max_depth must be <= 1000, not 1001"),
     ({"max_concurrent_agents": 0}, "/max_concurrent_agents", "must be >= 1, not 0"),

@@ -11,6 +11,8 @@ from extproc.store.rules.session import (
     FAILED,
     JOINED,
     MAX_MONEY,
+    OFFERS_NONE,
+    OFFERS_TOOLS,
     SUCCEEDED,
     WITHDRAWN,
     Limits,
@@ -217,6 +219,29 @@ def test_retry_of_a_forgotten_step_cannot_be_undone(store: Driver) -> None:
         18,
         True,
     )
+
+
+def test_first_and_newest_input_are_of_steps_with_reported_tokens(store: Driver) -> None:
+    def settle(step: Step, tokens: int, outcome: int = SUCCEEDED) -> tuple[int, int]:
+        (found,) = store.account(
+            [settle_step(step, outcome, tokens=(tokens, 7, 2, 1), measured=tokens != 40)], 1
+        )
+        return found.first_input, found.newest_input
+
+    title, *steps = [
+        make_step(number, limit(), offer=OFFERS_TOOLS if number else OFFERS_NONE)
+        for number in range(5)
+    ]
+    retry = replace(steps[2], call=bytes(15) + b"r")
+    late = replace(title, call=bytes(15) + b"t", identity=bytes(7) + b"t")
+    store.account([title, late], 1)
+    before = settle(title, 500)
+    store.account([*steps, retry], 1)
+    settled = [(late, 600), (steps[0], 40), (steps[1], 50), (steps[2], 90), (retry, 70)]
+
+    assert before == (503, 503)
+    assert [settle(*each) for each in settled] == [(0, 0), (0, 0), (53, 53), (53, 93), (53, 93)]
+    assert settle(steps[3], 20, FAILED) == (53, 23)
 
 
 # --- conversations that go on leave the requests without a session
