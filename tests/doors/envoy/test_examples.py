@@ -9,6 +9,7 @@ import shlex
 import sys
 import tomllib
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,19 +21,23 @@ import yaml
 from extproc import settings
 from extproc.cli.main import main
 from extproc.policy.presets import find_preset
+from extproc.store.rules.tree import AGENT_LIMITS
 from tests.support import ROOT
 from tests.support.chart import CASES
+from tests.support.documents import bundle
 from tests.support.envoy_config import verdict
-from tests.support.harness import Process, stack
+from tests.support.harness import Answer, Process, envoy_version, eventually, stack
 from tests.support.servers import free_port
+from tests.support.stacks import open_before_model
+from tests.support.usage import whole
 
 EXAMPLES = ROOT / "examples"
 COMPOSE = EXAMPLES / "compose"
 BODIES = ROOT / "tests" / "support" / "bodies"
 
 
-def read_policy(example: str) -> Any:  # noqa: ANN401  # JSON
-    return json.loads((EXAMPLES / example / "policies" / "agents.json").read_text())
+def read_policy(example: str, name: str = "agents") -> Any:  # noqa: ANN401  # JSON
+    return json.loads((EXAMPLES / example / "policies" / f"{name}.json").read_text())
 
 
 def read_services(*names: str) -> dict[str, Any]:
@@ -153,6 +158,64 @@ def test_company_agents_that_loop_are_found_by_team() -> None:
 
     assert provider["wire_api"] == "responses"
     assert [row["labels"] for row in rows] == [{"x-team": "platform"}] * 2
+
+
+def test_company_policies_are_the_presets_with_a_stricter_canary() -> None:
+    turns, canary = [
+        read_policy("company", name)["spec"]["loop_detection"] for name in ("agents", "canary")
+    ]
+    limits = read_policy("company", "sessions")["spec"]["session_limits"]
+    preset = json.loads(Path(find_preset("sessions")).read_text())["spec"]["session_limits"]
+
+    assert main(["validate", str(EXAMPLES / "company" / "policies")]) == 0
+    assert canary == {**turns[0], "escalate": {"land": 4, "reject": 5}}
+    assert limits.pop("escalate") == {"steer": {"max_agents": 180}}
+    assert limits == {name: preset[name] for name in (*AGENT_LIMITS[1:], "reject_status")}
+
+
+@pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers")
+def test_company_has_budgets_of_teams_agent_limits_and_a_canary(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ("agents", "sessions", "teams", "canary")
+    policies = {name: read_policy("company", name) for name in names}
+    teams = policies["teams"]["spec"]
+    usage = {"prompt_tokens": 0, "completion_tokens": 900_000}  # 67.50 dollars
+    for rule in (*teams["rules"], teams["fallback_limit"]):
+        rule["algorithm_config"]["budget"] /= 50
+    numbers = count()
+    with open_before_model(bundle(*policies.values())) as (made, model):
+
+        def send(team: str, **more: str) -> Answer:
+            asked = [{"role": "user", "content": f"task {next(numbers)}"}]
+            headers = {"x-team": team, "authorization": f"Bearer {team}", **more}
+            return made.post("/v1/chat/completions", {"model": "m", "messages": asked}, headers)
+
+        model.reply = whole(usage=usage)
+        assert send("platform").status == 200
+        budget = eventually(
+            lambda: next(
+                (row for row in made.loopguard.ask("/budgets")["budgets"] if row["used_up"]), None
+            ),
+            "a used-up budget",
+        )
+        model.reply = whole(usage=dict.fromkeys(usage, 0))
+        refused, other = send("platform"), send("research", **{"x-claude-code-session-id": "s"})
+        agents = [
+            send(
+                "sales",
+                **{"x-claude-code-session-id": "s", "x-claude-code-agent-id": f"{number}"},
+            )
+            for number in range(61)
+        ]
+        assert main(["canary", "status", "--admin", made.loopguard.admin_url]) == 3
+
+    assert (budget["alias"], budget["rule"]) == ("platform", "platform")
+    assert refused.headers["x-loopguard-rule"] == "platform"
+    assert other.status == 200
+    assert [answer.status for answer in agents[:60]] == [200] * 60
+    assert agents[60].headers["x-loopguard-limit"] == "max_spawns_per_minute"
+    assert "agents-next, canary of agents" in capsys.readouterr().out
 
 
 def test_litellm_users_are_told_apart() -> None:

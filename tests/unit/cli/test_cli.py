@@ -827,6 +827,9 @@ def test_init_prints_session_limits(capsys: pytest.CaptureFixture[str], tmp_path
         "max_tool_calls_mode": "finish",
         "max_calls_per_tool": {"issue_refund": 1},
         "max_cost_per_session": 5.0,
+        "max_agents": 200,
+        "max_concurrent_agents": 100,
+        "max_spawns_per_minute": 60,
         "unknown_model": {"input": 15, "output": 75},
         "reject_status": "auto",
     }

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from time import time
 from typing import Any
 
@@ -26,7 +27,9 @@ from extproc.ext_proc.service import Service
 from extproc.operator.overrides import parse_order, read_override, write_override
 from extproc.operator.row_events import SessionEvents
 from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.policy.presets import find_preset
 from extproc.sessions.names import hash_session
+from extproc.store.rules.tree import AGENT_LIMITS, AgentLimits, Tree, TreeStep
 from tests.support.orders import apply_orders, order
 from tests.support.service import headers_of, make_service, sample, status
 from tests.support.session_limits import TOOL, ask, describe, limited, nameless, told, turns
@@ -158,6 +161,44 @@ def test_agents_are_limited_per_root(
 
     assert send_all(service, requests) == expected
     assert "team" in requests[-1] or len(service.reporter.sessions.copy()) == 1
+
+
+def run_orchestrator(width: int, waves: int, seconds: int) -> tuple[int, set[str]]:
+    """Agents that the preset admits, and its limits that refuse others.
+
+    They start in waves, and ask every five seconds.
+    """
+    limits = json.loads(Path(find_preset("sessions")).read_text())["spec"]["session_limits"]
+    allowed, tree = AgentLimits(*[limits.get(name, -1) for name in AGENT_LIMITS]), Tree()
+    refused: set[str] = set()
+    for at in range(0, waves * seconds, 5):
+        for number in range(width):
+            agent = (at // seconds * width + number + 1).to_bytes(8)
+            _, limit, _, _ = tree.admit(TreeStep("", allowed, agent, b""), at * 1000, passes=True)
+            refused |= {AGENT_LIMITS[limit]} if limit >= 0 else set()
+    return tree.agents, refused
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 6, 8, 10])
+@pytest.mark.parametrize("seconds", [10, 30, 120])
+@pytest.mark.parametrize("waves", [2, 20])
+def test_preset_refuses_no_agent_of_an_orchestrator(width: int, waves: int, seconds: int) -> None:
+    assert run_orchestrator(width, waves, seconds) == (width * waves, set())
+
+
+@pytest.mark.parametrize(
+    ("runaway", "admitted", "limit"),
+    [
+        ((188, 1, 5), 60, "max_spawns_per_minute"),
+        ((60, 3, 60), 180, "max_concurrent_agents"),
+        ((19, 19, 30), 200, "max_agents"),
+    ],
+    ids=["188 at once", "60 a minute", "361 in ten minutes"],
+)
+def test_preset_ends_runaway_agents(
+    runaway: tuple[int, int, int], admitted: int, limit: str
+) -> None:
+    assert run_orchestrator(*runaway) == (admitted, {limit})
 
 
 def test_refused_agent_is_told_it_was_not_started() -> None:
