@@ -1,8 +1,8 @@
-"""An operator with nothing but `loopguard top`: the real Envoy, two replicas, a real Valkey.
+"""An operator with `loopguard top` or a phone: the real Envoy, two replicas, a real Valkey.
 
 Three agents loop, a client polls honestly, a tool is down, and others work. Each has to be found,
-understood, and stopped or freed with the commands that the screen shows, as they are, and nothing
-else.
+understood, and stopped or freed with the commands that the screen shows, as they are, or with the
+page's buttons, and nothing else.
 """
 
 import os
@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.browser import BROWSER, Browser, browsing
 from tests.support.harness import Stack, eventually, stack
 from tests.support.night import POLICIES, Scene
+from tests.support.pages import TOKEN
 from tests.support.servers import server
 
 pytestmark = pytest.mark.deep  # a person's shell starts a command a dozen times
@@ -78,6 +80,15 @@ class Shift(Scene):
         shown = [row for row in rows if not verb or verb in row.commands]
         return rows if all(any(word in row.text for row in shown) for word in words) else []
 
+    def check_orders(self) -> None:
+        """All but the poller and the healthy ones are refused."""
+        assert [self.storm() for _ in range(4)] == [429] * 4
+        assert [self.chat(turns) for turns in (7, 7, 7, 7)] == [429] * 4
+        assert [self.run(turns) for turns in (7, 7, 1, 2)] == [429] * 4
+        assert self.break_tool(1) == {429}
+        assert [self.poll() for _ in range(8)] == [200] * 8
+        assert self.work() == {200}
+
     def list_orders(self) -> list[set[str]]:
         documents = [replica.ask("/overrides") for replica in self.made.replicas]
         return [{order["override"] for order in document["overrides"]} for document in documents]
@@ -88,7 +99,7 @@ def made() -> Iterator[tuple[Stack, dict[str, str]]]:
     """Envoy, two replicas and Valkey, and the environment of a person's shell."""
     with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey:
         tokens = Path(name) / "tokens"
-        tokens.write_text("correct-horse-battery-staple")
+        tokens.write_text(TOKEN)
         flags = (
             "--store",
             f"redis://{valkey.address}",
@@ -140,12 +151,7 @@ def test_a_night_ends_with_the_commands_that_top_shows(made: tuple[Stack, dict[s
         lambda: all(len(orders) == 5 for orders in shift.list_orders()), "all orders everywhere"
     )  # as typed
 
-    assert [shift.storm() for _ in range(4)] == [429] * 4
-    assert [shift.chat(turns) for turns in (7, 7, 7, 7)] == [429] * 4
-    assert [shift.run(turns) for turns in (7, 7, 1, 2)] == [429] * 4
-    assert shift.break_tool(1) == {429}
-    assert [shift.poll() for _ in range(8)] == [200] * 8
-    assert shift.work() == {200}
+    shift.check_orders()
 
     # The build is done: what was ordered is taken back from the same screen.
     after = eventually(
@@ -159,3 +165,63 @@ def test_a_night_ends_with_the_commands_that_top_shows(made: tuple[Stack, dict[s
         "no allowance any more",
     )
     assert shift.poll() == 429  # it has been counted all the while
+
+
+def press(browser: Browser, row: str, word: str) -> None:
+    """Give the order of a row's button, signing in before the first one."""
+    button = (
+        f"[...document.querySelectorAll('.row')].find(each => each.innerText.includes('{row}'))"
+        f"?.querySelector('.command[data-word={word}] .button')"
+    )
+    browser.run("scrollTo(0, 0)")
+    eventually(lambda: browser.run(f"!!{button}"), f"a button to {word} {row}")
+    browser.run("paused = true")  # no row moves away
+    browser.click(button)
+    asked = eventually(lambda: read_title(browser, "?", "Sign in"), "a confirmation")
+    if asked.startswith("Sign in"):
+        fill(browser, name="pam", token=TOKEN)
+        asked = eventually(lambda: read_title(browser, "?"), "a confirmation")
+    assert row.split(maxsplit=1)[0] in browser.read("main")
+    assert browser.list_wide() == []
+    fill(browser, reason="the night")
+    eventually(lambda: read_title(browser, "in force"), "an order in force")
+
+
+def read_title(browser: Browser, *words: str) -> str:
+    title = browser.read("h1")
+    return title if any(word in title for word in words) else ""
+
+
+def fill(browser: Browser, **fields: str) -> None:
+    for name, value in fields.items():
+        browser.run(f"document.querySelector('[name={name}]').value = '{value}'")
+    browser.click("document.querySelector('form.order button')")
+
+
+@BROWSER
+def test_a_night_ends_with_buttons_on_a_phone(made: tuple[Stack, dict[str, str]]) -> None:
+    parts, environment = made
+    shift = Shift(parts, "pam", "crm_get", environment)
+    shift.begin()
+    with browsing() as browser:
+        browser.resize(390, 844, phone=True)
+        for row, word in (
+            ("storm-pam", "stop"),
+            ("stuck-pam", "stop"),
+            ("spender-pam", "stop"),
+            ("poller-pam", "free"),
+            ("crm_get fails", "stop"),
+        ):
+            browser.open(parts.replicas[1].admin_url)
+            press(browser, row, word)
+        assert browser.problems == []
+    eventually(
+        lambda: all(
+            sum(order["who"] == "pam (page)" for order in replica.ask("/overrides")["overrides"])
+            == 5
+            for replica in parts.replicas
+        ),
+        "all orders everywhere",
+    )
+
+    shift.check_orders()
