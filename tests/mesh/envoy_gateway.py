@@ -92,9 +92,9 @@ def write_cluster(port: int, upstream: int) -> Iterator[Object]:
     yield {"apiVersion": "v1", "kind": "Secret", "metadata": named, "data": {"ca.crt": authority}}
 
 
-def translate(values: Values, port: int, upstream: int) -> Object:
-    """The objects with Envoy Gateway's status, and the Envoy configuration."""
-    ours = [item for kind in OURS for item in of_kind(objects(values), kind)]
+def translate(made: list[Object], port: int, upstream: int) -> Object:
+    """The chart's objects with Envoy Gateway's status, and the Envoy configuration."""
+    ours = [item for kind in OURS for item in of_kind(made, kind)]
     for service in of_kind(ours, "Service"):
         service["spec"]["clusterIP"] = "127.0.0.1"  # Kubernetes gives it one
     with tempfile.TemporaryDirectory(prefix="eg") as name:
@@ -206,7 +206,9 @@ def envoy_gateway(
         printed = yaml.safe_load(text)
         upstream = read_port(printed["static_resources"]["clusters"][1])
         return edit(
-            json.dumps(write_bootstrap(printed, translate(values, port, upstream), port, others))
+            json.dumps(
+                write_bootstrap(printed, translate(objects(values), port, upstream), port, others)
+            )
         )
 
     with stack(

@@ -46,7 +46,7 @@ def gateway() -> Iterator[Stack]:
 
 @pytest.mark.parametrize("values", GATEWAY_CASES.values(), ids=GATEWAY_CASES)
 def test_envoy_gateway_accepts_every_object(values: Values) -> None:
-    translated = translate(values, 8_080, 8_000)
+    translated = translate(objects(values), 8_080, 8_000)
 
     kinds = ("clientTrafficPolicies", "envoyExtensionPolicies", "backendTLSPolicies")
     ours = [item for kind in kinds for item in translated.get(kind, [])]
@@ -67,8 +67,26 @@ def test_envoy_gateway_accepts_every_object(values: Values) -> None:
     assert len(set(re.findall(r'"name": "(envoy.filters.http.ext_proc/[^"]+)"', listeners))) == 1
 
 
+@pytest.mark.parametrize(("failure_mode", "answer"), [("deny", {"status": 500}), ("allow", None)])
+def test_policy_without_its_service_follows_failure_mode(failure_mode: str, answer: object) -> None:
+    """Between the two deletions of `helm uninstall`."""
+    values = merged(VALUES, {"envoy": {"failureMode": failure_mode}})
+    made = [item for item in objects(values) if item["kind"] != "Service"]
+
+    translated = translate(made, 8_080, 8_000)
+
+    (route,) = {
+        json.dumps([route.get("directResponse"), route.get("typedPerFilterConfig")])
+        for item in find_dump(translated, "RoutesConfigDump")
+        for host in item["routeConfig"].get("virtualHosts", ())
+        for route in host["routes"]
+        if route["name"].startswith("httproute/gateways/chat/")
+    }
+    assert json.loads(route) == [answer, None]
+
+
 def test_server_name_is_verified() -> None:
-    translated = translate(CASES["mutual-tls"], 8_080, 8_000)
+    translated = translate(objects(CASES["mutual-tls"]), 8_080, 8_000)
 
     clusters = [item["cluster"] for item in find_dump(translated, "ClustersConfigDump")]
     (asked,) = (json.dumps(cluster) for cluster in clusters if "extproc" in cluster["name"])

@@ -53,6 +53,8 @@ from tests.support.documents import bundle, policy
 # The oldest supported version, a middle one, and the newest with published schemas.
 KUBERNETES = ("1.27", "1.32", "1.37")
 
+GATEWAY_TYPES = ENVOY_GATEWAY | KGATEWAY | AGENTGATEWAY
+
 each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 
 
@@ -72,11 +74,7 @@ def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
 
     models = (ServiceMonitor, PodMonitor, PrometheusRule, EnvoyFilter, DestinationRule)
     schemas: dict[str, Any] = (
-        {model.__name__: model.model_json_schema() for model in models}
-        | ENVOY_GATEWAY
-        | KGATEWAY
-        | AGENTGATEWAY
-        | ROLLOUTS
+        {model.__name__: model.model_json_schema() for model in models} | GATEWAY_TYPES | ROLLOUTS
     )
     return {
         kind: jsonschema.Draft202012Validator(strict(schema)) for kind, schema in schemas.items()
@@ -109,6 +107,14 @@ def test_chart_passes_strict_lint(values: Values) -> None:
 
     assert report["errors"] == []
     assert [found for found in report["messages"] if found["severity"] > 1] == []
+
+
+@each_case
+def test_gateway_objects_match_their_types(values: Values) -> None:
+    """`make test-mesh` compares them with the real CRDs, where these can be had."""
+    for item in objects(values):
+        if schema := GATEWAY_TYPES.get(item["kind"]):
+            jsonschema.validate(item, strict(schema), jsonschema.Draft202012Validator)
 
 
 @needs_schemas
