@@ -38,9 +38,9 @@ from tests.support.harness import Loopguard, Stack, eventually, write_policies
 from tests.support.meshes import (
     BUILT,
     FILTER,
+    ISTIO,
     USER,
     cluster_names,
-    each_istio,
     envoy_filter,
     statuses,
 )
@@ -333,7 +333,12 @@ def print_pushed(values: Values, folder: Path) -> Object:
     return pushed
 
 
-@each_istio
+NOT_WAYPOINTS = {
+    name: values for name, values in ISTIO.items() if "waypoint" not in values["istio"]
+}
+
+
+@pytest.mark.parametrize("values", NOT_WAYPOINTS.values(), ids=NOT_WAYPOINTS)
 def test_every_case_guards_named_routes(values: Values, tmp_path: Path) -> None:
     values = merged(
         values, {"istio": {"clusterDomain": "cluster.local"}}

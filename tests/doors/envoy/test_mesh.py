@@ -672,7 +672,7 @@ def test_envoy_filter_elsewhere_is_named_after_its_namespace() -> None:
 @each_istio
 def test_patches_stay_in_their_context_and_port(values: Values) -> None:
     istio, found = values["istio"], envoy_filter(values)
-    context = istio.get("context", "GATEWAY")
+    context = "SIDECAR_INBOUND" if "waypoint" in istio else istio.get("context", "GATEWAY")
     patches = found["spec"]["configPatches"]
     clusters = [patch["match"] for patch in patches if patch["applyTo"] == "CLUSTER"]
     others = [patch["match"] for patch in patches if patch["applyTo"] != "CLUSTER"]
@@ -787,7 +787,8 @@ def test_command_of_the_notes_prints_guarded_routes() -> None:
 
 def test_values_in_the_docs_render() -> None:
     text = (ROOT / "docs" / "mesh.md").read_text()
-    by_api, by_route = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    by_api, by_route, *others, _ = blocks  # the last one is of agentgateway itself
     inline = re.search(r"`(envoyGateway: .*?)` ", text)
     assert inline is not None
     strict = {"policies": {"bundle": bundle(policy("strict", {"pathPrefix": "/"}))}}
@@ -796,5 +797,12 @@ def test_values_in_the_docs_render() -> None:
     named = filters(merged(by_api, strict, by_route))
     extension = of_kind(objects(yaml.safe_load(inline[1])), "EnvoyExtensionPolicy")
 
+    policies = {"EnvoyFilter", "TrafficPolicy", "AgentgatewayPolicy"}
+
     assert list(found) == list(named) == [FILTER]
+    assert [policies & {item["kind"] for item in objects(values)} for values in others] == [
+        {"EnvoyFilter"},
+        {"TrafficPolicy"},
+        {"AgentgatewayPolicy"},
+    ]
     assert [item["spec"]["targetRefs"][0]["name"] for item in extension] == ["chat"]
