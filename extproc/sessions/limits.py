@@ -408,7 +408,7 @@ class SessionLimiter:
         return self.limits.idle_ms // 1000
 
     def describe(self, session: str) -> str:
-        """The limits of a session, or of requests without one, in words."""
+        """The limits that refuse requests of a session, or without one, in words."""
         limits = self.find_limits(session)
         shown = [(limits.steps, "steps"), (limits.tool_calls, "tool calls")]
         words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
@@ -417,8 +417,6 @@ class SessionLimiter:
             f"{limit} {'call' if limit == 1 else 'calls'} of {self._tool_names[digest]}"
             for digest, limit in limits.tools
         ]
-        if self.growth and session != UNNAMED:
-            words.append(f"a note at {self.growth} times the first input")
         words += (
             [f"{limits.threshold} equal calls in {limits.window} steps"]
             if limits.threshold != _NONE

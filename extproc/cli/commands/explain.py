@@ -205,19 +205,13 @@ def _print_guard(guard: Guard, exchange: Exchange, body: bytes, more: _Rows) -> 
             ("history", shown),
             ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
         ]
-        told = (
-            f"up to {limiter.describe(guard.session)}, then "
-            f"{'report: would reject' if limiter.shadow else 'reject'} with "
-        )
-        _print_rows(
-            [
-                *rows,
-                (
-                    "decision",
-                    f"allow {told}{limiter.refusal.status or describe_status(final=True)}",
-                ),
-            ]
-        )
+        would, allowed = "report: would " if limiter.shadow else "", ["allow"]
+        if limits := limiter.describe(guard.session):
+            status = limiter.refusal.status or describe_status(final=True)
+            allowed = [f"allow up to {limits}, then {would}reject with {status}"]
+        if limiter.growth and guard.session != UNNAMED:
+            allowed.append(f"{would}steer from {limiter.growth} times the first input")
+        _print_rows([*rows, ("decision", ", ".join(allowed))])
     elif isinstance(guard, BudgetGuard):
         _print_budgets(guard, more)
 

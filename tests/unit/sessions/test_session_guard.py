@@ -639,6 +639,35 @@ def test_explain_lists_the_keys_of_a_session(
     assert find_missing(printed, "header:x-run, or", "body:/run", "unnamed") == []
 
 
+@pytest.mark.parametrize(
+    ("mode", "limits", "decision"),
+    [
+        ("enforce", {}, "allow, steer from 3 times the first input"),
+        (
+            "shadow",
+            {"max_steps": 2},
+            (
+                "allow up to 2 steps, then report: would reject with 429, report: would steer from "
+                "3 times the first input"
+            ),
+        ),
+    ],
+)
+def test_explain_says_when_input_has_grown(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    mode: str,
+    limits: dict[str, Any],
+    decision: str,
+) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(limited(mode, max_input_growth=3, **limits)))
+    asked = ["-H", "x-team: t", "-H", "x-session-id: s", "-d", "{}", "http://h/v1/messages"]
+
+    assert main(["explain", "--policy", str(file), *asked]) == 0
+    assert f"decision     {decision}\n" in capsys.readouterr().out
+
+
 class _CallsStore(RecordingStore):
     def __init__(self) -> None:
         super().__init__()
