@@ -27,7 +27,7 @@ from extproc.operator.admin.commands import read_command
 from extproc.operator.admin.html import send_html
 from extproc.operator.admin.loop_page import describe_order
 from extproc.operator.admin.loop_report import LoopPages
-from extproc.operator.admin.pages import ask, read_body
+from extproc.operator.admin.pages import ask, is_near, read_body
 from extproc.operator.admin.reports import Selection, write_time
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.admin.sign_in import Operator, SignIn, check_form, check_origin
@@ -51,6 +51,8 @@ class OrderPages:
         self._sign_in = sign_in
         self._reports = reports
         self._find_loop = find_loop
+        for pages in reports:
+            pages.may_see_callers = self._may_see_callers
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
@@ -154,6 +156,15 @@ class OrderPages:
     async def _find_operator(self, request: Request) -> Operator | None:
         self._sign_in.check_enabled()
         return await asyncio.to_thread(self._sign_in.find, request)
+
+    def _may_see_callers(self, request: Request) -> bool:
+        """Whether a request is local, or of a signed-in operator."""
+        if is_near(request):
+            return True
+        try:
+            return self._sign_in.find(request) is not None
+        except HTTPException:  # the token file is unusable; the page can still be read
+            return False
 
     async def _find_standing(self, name: str) -> ActiveOverride | None:
         """The order, also if another replica has just taken it."""

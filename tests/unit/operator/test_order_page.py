@@ -94,6 +94,27 @@ def test_explosion_is_stopped_and_freed_by_buttons(
         assert explode(made)["a"] == 200
 
 
+def test_signed_in_operator_sees_callers_from_elsewhere(tmp_path: Path) -> None:
+    made = operate(tmp_path, show_callers=True)
+    explode(made)
+    with visiting(made) as tab:
+        tab.client.headers["host"] = "ops.example"
+        tab.open("/")
+        assert find_missing(tab.page, "x-team: <b>t</b>", "2 active agents") == ["x-team: <b>t</b>"]
+        tab.open("/login")
+        tab.submit({"origin": "https://ops.example"}, name="ann", token=TOKEN)
+        cookie = next(iter(tab.client.cookies.jar))
+        assert cookie.secure
+        tab.client.headers["cookie"] = f"{cookie.name}={cookie.value}"  # as over https
+
+        assert tab.open("/") == 200
+
+        assert "x-team: <b>t</b>" in tab.page
+        Path(made.tokens).unlink()
+        assert tab.open("/") == 200
+        assert "x-team: <b>t</b>" not in tab.page
+
+
 def test_page_without_token_file_takes_no_orders() -> None:
     made = Operated(limited(max_concurrent_agents=2))
     explode(made)
