@@ -20,8 +20,9 @@ from extproc.apis.messages import CALL, RESULT, TEXT, Part
 from extproc.decision import Repeat
 from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.base import HistorySimilarity
+from extproc.detectors.history import Newest
 from extproc.detectors.keys import MAX_CALLS, SimilarityKeys, ToolCallsKeys
-from extproc.detectors.loops import MIN_CYCLE, Newest
+from extproc.detectors.loops import MIN_CYCLE
 from extproc.detectors.tools import Limit, count_rounds
 from extproc.detectors.turn import digest_images
 from extproc.objects import JsonObject, Place

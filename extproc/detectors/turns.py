@@ -24,12 +24,19 @@ from extproc.detectors.chain import (
     find_place_of_steps,
 )
 from extproc.detectors.complaints import complains, leave_out_answer
+from extproc.detectors.history import (
+    MAX_TURNS,
+    USUAL_TURNS,
+    History,
+    KeptTurn,
+    follow,
+    only_speaks,
+)
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import (
     ACTION_CYCLE,
     CYCLE,
     ERROR,
-    MAX_TURNS,
     NOTHING_FOUND,
     NOTHING_NEW,
     REPEAT,
@@ -37,15 +44,10 @@ from extproc.detectors.loops import (
     SAME_CHANGE,
     SIMILAR_ERROR,
     TALK,
-    USUAL_TURNS,
-    History,
-    KeptTurn,
     TurnRule,
     count_errors,
     count_window,
-    follow,
     make_note,
-    only_speaks,
 )
 from extproc.detectors.nesting import count_endings, count_nested
 from extproc.detectors.tools import find_window_errors

@@ -18,7 +18,7 @@ from extproc.apis import open_conversation
 from extproc.apis.conversation import Conversation
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
-from extproc.detectors.loops import USUAL_TURNS
+from extproc.detectors.history import USUAL_TURNS
 from extproc.request.clients import AGENTS, PARENT_SESSION, SESSION_HEADERS, USER_ID
 from extproc.request.document import (
     ABSENT,

@@ -45,8 +45,8 @@ IMPORTED = {
         atif files formats limits report transcripts watch work
     """,
     "detectors": """
-        actions alike arguments base canonical causes chain failures keys loops own_answers results
-        schemas tail tool_calls tools turn turns
+        actions alike arguments base canonical causes chain failures history keys loops own_answers
+        results schemas tail tool_calls tools turn turns
     """,
     "engine": """
         engine entries exchange guards handover orders plan ramp recording settlements

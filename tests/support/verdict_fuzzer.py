@@ -13,7 +13,7 @@ from typing import Final
 
 from extproc.decision import Repeat
 from extproc.detectors import make_similarity
-from extproc.detectors.loops import USUAL_TURNS
+from extproc.detectors.history import USUAL_TURNS
 from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection

@@ -23,7 +23,8 @@ from extproc.apis.messages import CALL
 from extproc.cli.packed import FilePlace
 from extproc.cli.scan.transcripts import About, ModelCall, cut_name
 from extproc.decision import STRONG, Action, Repeat
-from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT, USUAL_TURNS, History
+from extproc.detectors.history import USUAL_TURNS, History
+from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
 from extproc.detectors.turn import AnyTurn, Turn
 from extproc.detectors.turns import Turns
 from extproc.engine.engine import Engine
