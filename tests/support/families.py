@@ -200,6 +200,15 @@ HONEST: dict[str, Family] = {
             lambda at: call(tool, result, at, pattern=f"word{at % 5}", path=f"{at}.py"), 2 * TURNS
         ),
     ),
+    # Two things are watched in turn; each changes in every second round.
+    "slow changes": cross(
+        ["get_status", "poll_job", "check_build", "kubectl", "ping", "mcp__ci__get_run"],
+        ["sleep", "wait", "get_logs", "list_queue", "tail_log"],
+        lambda one, other: each(
+            lambda at: call([one, other][at % 2], f"{(at + at % 2 * 2) // 4} done", at, of=7),
+            2 * TURNS,
+        ),
+    ),
     # The same work, three times for each wish of a person.
     "asked again by a person": cross(
         ["run_tests", "get_report", "bash", "screenshot", "query", "deploy"],

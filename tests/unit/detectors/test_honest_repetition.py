@@ -148,6 +148,17 @@ def test_allowed_searches_may_find_nothing() -> None:
     assert set(act(turns, "chat", make_detector(tools={"grep": {"allow": True}}))) == {"allow"}
 
 
+def test_poll_that_ends_is_allowed() -> None:
+    states = ["queued", "queued", "running", "running", "done"]
+    turns = [
+        turn
+        for n, state in enumerate(states)
+        for turn in (call("sleep", "ok", n, s=5), call("poll", state, n, job=7))
+    ]
+
+    assert act(turns, "chat") == ["allow"] * 4 + ["steer", "allow"] + ["steer"] * 3 + ["allow"]
+
+
 @pytest.mark.parametrize(
     ("action", "escalate", "expected"),
     [
