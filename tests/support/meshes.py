@@ -182,6 +182,7 @@ def kgateway_configuration(text: str, values: Values) -> str:
             re.sub("([A-Z])", lambda found: f"_{found[0].lower()}", key): mode
             for key, mode in asked["processingMode"].items()
         },
+        "request_attributes": asked.get("requestAttributes", []),
         "metadata_options": {"forwarding_namespaces": asked["metadataOptions"]["forwarding"]},
     }
     composite = "type.googleapis.com/envoy.extensions.filters.http.composite.v3"

@@ -436,18 +436,18 @@ def test_envoy_gateway_refuses_holds_and_survives_a_death(user: dict[str, str]) 
 
 
 @contextmanager
-def kgateway(**more: object) -> Iterator[Stack]:
-    slow = policy("slow", {"pathPrefix": "/slow"}, action="throttle", max_delay_ms=400)
-    policies = bundle(policy("chat", {"pathPrefix": "/chat"}), slow)
+def kgateway(*policies: Object, **more: object) -> Iterator[Stack]:
+    loaded = bundle(*policies)
     values = merged(
-        CASES["example-kgateway"], {"policies": {"bundle": policies}, "envoy": dict(more)}
+        CASES["example-kgateway"], {"policies": {"bundle": loaded}, "envoy": dict(more)}
     )
-    with stack(policies, edit=lambda text: kgateway_configuration(text, values)) as made:
+    with stack(loaded, edit=lambda text: kgateway_configuration(text, values)) as made:
         yield made
 
 
 def test_kgateway_refuses_holds_and_removes_forged_headers(user: dict[str, str]) -> None:
-    with kgateway() as made:
+    slow = policy("slow", {"pathPrefix": "/slow"}, action="throttle", max_delay_ms=400)
+    with kgateway(policy("chat", {"pathPrefix": "/chat"}), slow) as made:
         refused = made.repeat("/chat", 4, body=b"x" * 3_000_000, headers=user)
         held = made.repeat("/slow", 5, headers={**user, "x-loopguard-steered": "1", **RETRY})
         received = made.upstream.seen[-1]
@@ -461,8 +461,26 @@ def test_kgateway_refuses_holds_and_removes_forged_headers(user: dict[str, str])
     assert received.header("x-loopguard-steered") is None
 
 
+def test_kgateway_sends_addresses_to_policies_that_read_them(user: dict[str, str]) -> None:
+    by_address = policy("p", {"pathPrefix": "/"}, limit_keys=["ip:address"])
+    by_user = policy("p", {"pathPrefix": "/"}, limit_keys=["header:x-user-id"])
+    extensions = [
+        of_kind(
+            objects(merged(CASES["example-kgateway"], {"policies": {"bundle": bundle(each)}})),
+            "GatewayExtension",
+        )[0]["spec"]["extProc"]
+        for each in (by_address, by_user)
+    ]
+    with kgateway(by_address) as made:
+        refused = made.repeat("/", 3, headers=user)
+
+    assert ["requestAttributes" in extension for extension in extensions] == [True, False]
+    assert refused == [200, 200, 429]
+
+
 def test_kgateway_answers_413_or_500_as_values_say(user: dict[str, str]) -> None:
-    with kgateway(bufferLimitBytes=99_999, failureMode="deny") as made:
+    chat = policy("chat", {"pathPrefix": "/chat"})
+    with kgateway(chat, bufferLimitBytes=99_999, failureMode="deny") as made:
         with suppress(OSError):  # Envoy need not read on once it has answered
             made.post("/chat", b"x" * 1_000_000, user)
         refused = eventually(

@@ -34,6 +34,7 @@ KGATEWAY: dict[str, Schema] = {
                 messageTimeout=DURATION,
                 maxMessageTimeout=DURATION,
                 statPrefix=TEXT,
+                requestAttributes=a_list(TEXT),
                 processingMode=a_map(
                     requestHeaderMode=_SEND,
                     requestBodyMode=_BODY,
