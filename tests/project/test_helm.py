@@ -729,7 +729,7 @@ def test_every_setting_reaches_process() -> None:
     wanted = {
         name: item["enum"][-1] if "enum" in item else samples[item["type"]]
         for name, item in described.items()
-    }
+    } | {"showResults": 200}  # the maximum
 
     mounted: Values = {
         "extraVolumes": [{"name": "extra", "emptyDir": {}}],
