@@ -1,11 +1,13 @@
 """The screen of `loopguard top`: the most important columns that fit the terminal.
 
-Rows do not wrap.
+Rows do not wrap. rich leaves out colors if NO_COLOR is set or the output is not a terminal.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extproc.cli.commands import write_caller, write_number
@@ -20,14 +22,24 @@ from extproc.operator.admin.row_states import (
     write_left,
     write_money,
     write_now,
+    write_refusal,
     write_reset,
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
 
 _BUDGETS_SHOWN = 5
 _CALLER_SHOWN = 24
+
+_STYLES = {
+    "reject": "red",
+    "land": "magenta",
+    "throttle": "yellow",
+    "warn": "yellow",
+    "steer": "cyan",
+}
 
 
 class Column(NamedTuple):
@@ -39,6 +51,7 @@ class Column(NamedTuple):
         least: minimum width of the terminal for this column.
         right: whether to align to the right.
         grows: whether it gets a share of the remaining width.
+        find_style: the style of a row's cell; None for the usual one.
     """
 
     name: str
@@ -47,75 +60,137 @@ class Column(NamedTuple):
     least: int = 0
     right: bool = False
     grows: bool = False
+    find_style: Callable[[Mapping[str, Any]], str] | None = None
 
 
 class LoopScreen:
     """A report of `/loops` for a rich console of any width."""
 
-    def __init__(self, report: Mapping[str, Any], commands: Sequence[str] = ()) -> None:
-        """Store the report and the `commands` to print below it, unwrapped."""
+    def __init__(
+        self, report: Mapping[str, Any], commands: Sequence[str] = (), footer: str | None = None
+    ) -> None:
+        """Store the report and the `commands` to print below it, unwrapped.
+
+        With a `footer`, rows that do not fit the height of the terminal are left out.
+        """
         self._report = report
         self._commands = commands
+        self._footer = footer
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        from rich.table import Table  # noqa: PLC0415  # only this command needs it
-        from rich.text import Text  # noqa: PLC0415  # as above
+        from rich.text import Text  # noqa: PLC0415  # only this command needs it
 
         report, width = self._report, options.max_width
         now = read_time(report["at"])
-        for line in [*[server["line"] for server in report["coverage"]], *_sum_up(report)]:
-            yield Text(escape_controls(line))
-        columns = [column for column in COLUMNS if width >= column.least]
         rows = [*_list_burning(report), *report["conversations"]]
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum(
-            [column.grows for column in columns]
-        )
-        for column in columns:
-            side: JustifyMethod = "right" if column.right else "left"
-            most = column.width + max(0, spare) * column.grows
-            table.add_column(
-                column.name, justify=side, max_width=most, no_wrap=True, overflow="ellipsis"
-            )
-        for row in rows:
-            style = "" if row.get("looping", True) else "dim"
-            # Text objects, because clients' values must not be interpreted as markup.
-            table.add_row(
-                *(Text(escape_controls(column.write(row, now)), style) for column in columns)
-            )
-        if rows:
-            yield table
-        for line in write_budgets(report.get("budgets"), now, width):
-            yield Text(escape_controls(line), no_wrap=True, overflow="ellipsis")
         hint = (
             "commands that stop or free each: loopguard top --commands"
-            if rows and not self._commands
+            if rows and not self._commands and self._footer is None
             else ""
         )
-        for line in filter(None, [report["problem"], report["estimate"], hint]):
-            yield Text(escape_controls(line), "dim")
+        head = [
+            *_write_alarms(report),
+            *[Text(escape_controls(server["line"])) for server in report["coverage"]],
+            *[Text(escape_controls(line), "bold") for line in _sum_up(report)],
+        ]
+        tail = [
+            *[
+                Text(line, style)
+                for line, style in write_budgets(report.get("budgets"), now, width)
+            ],
+            *[
+                Text(escape_controls(line), "dim")
+                for line in (report["estimate"], hint, self._footer)
+                if line
+            ],
+        ]
+        table = _draw_table(rows, now, width)
+        if self._footer is not None:
+            taken = sum([len(line.wrap(console, width)) for line in [*head, *tail]])
+            table = _crop(table, options.max_height - taken)
+        yield from [*head, *[line for lines in table for line in lines], *tail]
         for line in self._commands:
             yield Text(escape_controls(line), no_wrap=True, overflow="ignore")
 
 
-def write_budgets(report: Mapping[str, Any] | None, now: float, width: int) -> list[str]:
-    """A line about all budgets and one for each of the tightest; empty without budgets."""
+def _write_alarms(report: Mapping[str, Any]) -> list[Text]:
+    from rich.text import Text  # noqa: PLC0415  # only this command needs it
+
+    lost = report.get("lost") and f"{report['lost']}; this was shown at {report['at'][11:19]} UTC"
+    return [Text(escape_controls(line), "bold red") for line in (lost, report["problem"]) if line]
+
+
+def _crop(table: list[list[Text]], room: int) -> list[list[Text]]:
+    """The rows that fit into this number of lines, and how many do not."""
+    from rich.text import Text  # noqa: PLC0415  # only this command needs it
+
+    ends = list(accumulate(map(len, table)))
+    if not ends or ends[-1] <= room:
+        return table
+    fits = max(1, bisect_right(ends, room - 1))  # at least the header
+    return [*table[:fits], [Text(f"… {count(len(table) - fits, 'more row')}", "dim")]]
+
+
+def _draw_table(rows: Sequence[Mapping[str, Any]], now: float, width: int) -> list[list[Text]]:
+    """The lines of the header and of each row; empty without rows."""
+    from rich.text import Text  # noqa: PLC0415  # only this command needs it
+
+    if not rows:
+        return []
+    columns = [column for column in COLUMNS if width >= column.least]
+    spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum(
+        [column.grows for column in columns]
+    )
+    # Text objects, because clients' values must not be interpreted as markup.
+    drawn = [[Text(column.name, "bold underline") for column in columns]]
+    for row in rows:
+        style = "" if row.get("looping", True) else "dim"
+        drawn.append(
+            [
+                Text(
+                    escape_controls(column.write(row, now)),
+                    f"{style} {column.find_style(row) if column.find_style else ''}".strip(),
+                )
+                for column in columns
+            ]
+        )
+    for place, column in enumerate(columns):
+        most = column.width + max(0, spare) * column.grows
+        size = min(most, max([line[place].cell_len for line in drawn]))
+        for line in drawn:
+            line[place].truncate(size, overflow="ellipsis")
+            line[place].align("right" if column.right else "left", size)
+    lines = [[Text(" ").join(line)] for line in drawn]
+    for row, own in zip(rows, lines[1:], strict=True):
+        if about := write_details(row):
+            own.append(Text(f"  {escape_controls(about)}", "italic", no_wrap=True))
+            own[-1].truncate(width, overflow="ellipsis")
+    return lines
+
+
+def write_details(row: Mapping[str, Any]) -> str:
+    """When a loop will be refused, and the start of the result that it repeats."""
+    result = row.get("result")
+    return "; ".join(filter(None, [write_refusal(row), f"returned: {result}" if result else ""]))
+
+
+def write_budgets(
+    report: Mapping[str, Any] | None, now: float, width: int
+) -> list[tuple[str, str]]:
+    """Lines with their styles: all budgets, and each of the tightest; empty without budgets."""
     if report is None or not (report["known"] or report["exist"]):
         return []
     total = report["total"]
     if not report["budgets"]:
-        return [f"budgets: {report['note']}"]
+        return [(f"budgets: {report['note']}", "dim")]
     told = (
         f"budgets of {count(total['callers'], 'caller')}: {total['used_up']} used up, "
         f"{total['refused']} refused"
     )
-    lines = [
-        f"{told}, {count(total['open_breakers'], 'open breaker')}"
-        if total["open_breakers"]
-        else told
-    ]
+    broken = total["open_breakers"]
+    lines = [(f"{told}, {count(broken, 'open breaker')}" if broken else told, "bold")]
     tight = [row for row in report["budgets"] if not is_healthy(row)]
     for row in sorted(tight, key=lambda row: (not row["open"], -row["used_percent"]))[
         :_BUDGETS_SHOWN
@@ -132,7 +207,8 @@ def write_budgets(report: Mapping[str, Any] | None, now: float, width: int) -> l
             f"{row['refused']:,} refused",
             f"{row['policy']}/{row['rule']}{shadow}",
         ]
-        lines.append(_cut("  ".join(said), width))
+        style = "red" if row["open"] or row["used_up"] else "yellow"
+        lines.append((_cut(escape_controls("  ".join(said)), width), style))
     # The report begins with the tight ones, so budgets left out are like its last.
     left_out = total.get("budgets", 0) - len(report["budgets"])
     healthy = len(report["budgets"]) - len(tight)
@@ -142,7 +218,7 @@ def write_budgets(report: Mapping[str, Any] | None, now: float, width: int) -> l
         f"{more:,} more in /budgets" if more > 0 else "",
         f"{count(healthy, 'healthy budget')}" if healthy > 0 else "",
     ]
-    return [*lines, *[f"        {text}" for text in rest if text]]
+    return [*lines, *[(f"        {text}", "dim") for text in rest if text]]
 
 
 def _cut(text: str, width: int) -> str:
@@ -230,6 +306,18 @@ def _write_what(row: Mapping[str, Any]) -> str:
     return ", ".join(row["tools"]) or f"{row['method'] or ''} {row['path']}".strip()
 
 
+def _find_alarm(row: Mapping[str, Any]) -> str:
+    return "bold red" if "sessions" in row or "agents" in row else ""
+
+
+def _find_now_style(row: Mapping[str, Any]) -> str:
+    """The color of the newest action; orders are green."""
+    if row["orders"]:
+        return "green"
+    shadow = row.get("shadow")
+    return _STYLES.get(row["action"] if row["action"] != "allow" else shadow or "", "")
+
+
 def _write_whom(row: Mapping[str, Any], _: float) -> str:
     if "sessions" in row:
         return f"{row['sessions']} in {count(row['callers'], 'caller')}"
@@ -244,7 +332,7 @@ def _write_orders(row: Mapping[str, Any], _: float) -> str:
 
 
 COLUMNS = (
-    Column("what repeats", lambda row, _: _write_what(row), 25, grows=True),
+    Column("what repeats", lambda row, _: _write_what(row), 25, grows=True, find_style=_find_alarm),
     Column(
         "per min",
         lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"),
@@ -252,7 +340,7 @@ COLUMNS = (
         right=True,
     ),
     Column("since", lambda row, now: write_age(now - read_time(row["first_seen"])), 6, right=True),
-    Column("now", write_now, 16),
+    Column("now", write_now, 16, find_style=_find_now_style),
     Column("caller", _write_whom, 19, grows=True),
     Column("spent", lambda row, _: write_spent(row), 10, 100, right=True),
     Column(

@@ -24,7 +24,7 @@ IMPORTED = {
         commands costs
     """,
     "cli": """
-        commands main packed probe tables
+        commands loop_screen main packed probe tables
     """,
     "cli/commands": """
         dashboards grant ordering serve sessions top

@@ -108,10 +108,15 @@ def read_headers(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def write_caller(row: Mapping[str, Any]) -> str:
-    """The caller in a row of the admin port: its alias, descriptors or hash, and its labels."""
+    """The caller in a row of the admin port: its alias, descriptors or hash, and its labels.
+
+    A hash without any of them follows the agent's self-reported id.
+    """
     told = ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items())
     labels = ", ".join(f"{name}: {value}" for name, value in (row["labels"] or {}).items())
     name = str(row["alias"] or told)
+    if not (name or labels) and row.get("agent"):
+        labels = f"agent {row['agent']}"
     first, *more = [text for text in (name, labels, "" if name else str(row["caller"])) if text]
     return f"{first} ({more[0]})" if more else first
 

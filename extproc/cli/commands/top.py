@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands.sessions import write_report
+from extproc.cli.keyboard import QUIT, Keyboard
 from extproc.cli.loop_screen import LoopScreen, list_commands
-from extproc.errors import UsageError
+from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls, write_json
 from extproc.operator.admin.client import (
     AdminClient,
@@ -22,6 +22,7 @@ from extproc.operator.admin.client import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
 HELP = "show active loops, how long they have run, and what they cost"
@@ -35,9 +36,14 @@ EXAMPLES = """examples:
 
 Replicas that share a store know all loops: ask any of them.
 For replicas with separate stores, repeat --admin for each.
-If the output is not a terminal, it is printed once."""
+If the output is not a terminal, it is printed once. NO_COLOR=1 turns colors off.
+
+keys:
+  q quit   s next sort order   p pause   f freeze the order of the rows
+  c quit, and print the commands that stop or free each row"""
 
 _SORTS = ("now", "cost", "spared", "requests", "count", "last", "first")
+_PAUSE, _FREEZE, _SORT, _COMMANDS = "pfsc"
 _BUDGETS = 100
 """Number of budgets to fetch, tightest first: more than are shown, to count the healthy ones."""
 
@@ -86,7 +92,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console  # noqa: PLC0415  # only this command needs it
-    from rich.live import Live  # noqa: PLC0415  # as above
 
     if not options.interval > 0:
         raise UsageError(
@@ -97,17 +102,98 @@ def run(options: argparse.Namespace) -> int:
         print(write_json(_ask(clients, options), indent=2))
         return 0
     console = Console()
-    report = {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}
+    report = _read(clients, options)
     if options.once or not sys.stdout.isatty():
         console.print(
             _show(report, options), end="", crop=False
         )  # commands must stay whole to be copied
         return 0
-    with Live(_show(report, options), console=console, auto_refresh=False, screen=True) as live:
+    return _watch(clients, options, console, report)
+
+
+class View:
+    """How the screen shows reports, as the keys say.
+
+    Attributes:
+        sort: the order that the server is asked for.
+        paused: the report stays as it is.
+        frozen: rows keep their places.
+    """
+
+    def __init__(self, sort: str) -> None:
+        self.sort = sort or _SORTS[0]
+        self.paused = self.frozen = False
+        self._places: dict[tuple[str, str], int] = {}
+
+    def press(self, key: str) -> None:
+        """Apply a key; unknown ones do nothing."""
+        if key == _SORT:
+            self.sort = _SORTS[(_SORTS.index(self.sort) + 1) % len(_SORTS)]
+            self.frozen = False
+        elif key == _PAUSE:
+            self.paused = not self.paused
+        elif key == _FREEZE:
+            self.frozen = not self.frozen
+
+    def arrange(self, report: dict[str, Any]) -> dict[str, Any]:
+        """The report with its rows in the frozen order, new ones last."""
+        rows = report.get("conversations", [])
+        if self.frozen:
+            last = len(self._places)
+            rows = sorted(rows, key=lambda row: self._places.get(_name_row(row), last))
+        self._places = {_name_row(row): place for place, row in enumerate(rows)}
+        return {**report, "conversations": rows}
+
+    def write_footer(self) -> str:
+        """The keys and their state."""
+        pause = "PAUSED: p goes on" if self.paused else "p pause"
+        freeze = "FROZEN: f thaws" if self.frozen else "f freeze"
+        return f"q quit  s sort: {self.sort}  {pause}  {freeze}  c commands"
+
+
+def _name_row(row: dict[str, Any]) -> tuple[str, str]:
+    return row["caller"], row["conversation"]
+
+
+def _watch(
+    clients: Sequence[AdminClient],
+    options: argparse.Namespace,
+    console: Console,
+    report: dict[str, Any],
+) -> int:
+    """Refresh the screen until a key ends it. If no server answers, the last report stays."""
+    from rich.live import Live  # noqa: PLC0415  # only this command needs it
+
+    view = View(options.sort)
+    report = view.arrange(report)
+    with (
+        Keyboard(sys.stdin) as keyboard,
+        Live(
+            _show(report, options, view), console=console, auto_refresh=False, screen=True
+        ) as live,
+    ):
         while True:
-            time.sleep(options.interval)
-            report = {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}
-            live.update(_show(report, options), refresh=True)
+            keys = keyboard.wait(options.interval)
+            if QUIT in keys:
+                return 0
+            if _COMMANDS in keys:
+                break
+            for key in keys:
+                view.press(key)
+            if _SORT in keys or not (keys or view.paused):
+                options.sort = view.sort
+                try:
+                    report = view.arrange(_read(clients, options))
+                except LoopguardError as error:
+                    report = {**report, "lost": str(error)}
+            live.update(_show(report, options, view), refresh=True)
+    options.commands = True
+    console.print(_show(report, options), end="", crop=False)
+    return 0
+
+
+def _read(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
+    return {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}
 
 
 def _ask_budgets(
@@ -132,9 +218,13 @@ def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[st
     )
 
 
-def _show(report: dict[str, Any], options: argparse.Namespace) -> LoopScreen | Text:
+def _show(
+    report: dict[str, Any], options: argparse.Namespace, view: View | None = None
+) -> LoopScreen | Text:
     if options.tree:
         return make_tree(report)
+    if view is not None and not options.commands:
+        return LoopScreen(report, (), view.write_footer())
     admin = "".join([f" --admin {shlex.quote(url)}" for url in options.admin or ()])
     return LoopScreen(report, list_commands(report, admin) if options.commands else ())
 

@@ -1,16 +1,30 @@
 """The screen of `loopguard top` on terminals of any width."""
 
+import os
+import pty
 import re
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from io import StringIO
+from select import select
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
+from extproc.cli.commands import write_caller
+from extproc.cli.commands.top import View
+from extproc.cli.loop_screen import LoopScreen
 from extproc.operator.admin.row_states import read_time, write_left, write_reset
 from tests.support.answering import answering, reply
 from tests.support.command import Run
+from tests.support.harness import PATIENCE
 
 AT = "2026-11-02T03:14:00Z"
 CALLER, SESSION = "9f2c51a07be3d418", "5a0c93e1bb7f2d64"
@@ -191,6 +205,7 @@ def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of 
         "used_percent": 91.0,
         "estimated": 0,
         "open": False,
+        "used_up": False,
         "reset_seconds": 7_200,
         "refused": 3,
         "commands": {"free": "loopguard grant --amount 5"},
@@ -331,3 +346,189 @@ def test_numbers_and_ages_are_short(show: Show) -> None:
     ]
 
     assert lines == [[f"~{number}", "tok", age] for _, number, _, age in SHORT]
+
+
+# ---- In a terminal
+
+
+def draw(
+    report: dict[str, Any],
+    *,
+    height: int = 24,
+    footer: str | None = "keys",
+    **settings: Any,  # noqa: ANN401  # of a console
+) -> str:
+    console = Console(
+        file=StringIO(), width=80, height=height, force_terminal=True, color_system="standard",
+        **settings,
+    )  # fmt: skip
+    console.print(LoopScreen(report, (), footer), end="")
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+EXPLOSION = {
+    **make_row(), "agents": {"active": 8, "refused_requests": 240}, "policies": ["p"],
+    "action": "reject",
+}  # fmt: skip
+COLORS = {"reject": "31", "land": "35", "throttle": "33", "warn": "33", "steer": "36"}
+
+
+@pytest.mark.parametrize("action", COLORS)
+def test_actions_have_colors(action: str) -> None:
+    row = make_row(action=action, shadow=None)
+
+    assert f"\x1b[{COLORS[action]}m{action}" in draw(make_report(row))
+    assert "\x1b[32mallowed" in draw(make_report({**row, "orders": [ORDER]}))
+
+
+def test_alarms_stand_out() -> None:
+    report = {**make_report(incidents=(INCIDENT,)), "explosions": [EXPLOSION]}
+    budgets = {"known": 1, "exist": True, "budgets": [make_budget(used_up=True, left=-0.04)]}
+    total = {"callers": 1, "used_up": 1, "open_breakers": 0, "refused": 3}
+    text = draw({**report, "problem": "the store is away", "budgets": {**budgets, "total": total}})
+
+    for shown in ("the store is away", "crm.find_customer", "8 agents, 240 refused"):
+        assert f"\x1b[1;31m{shown}" in text
+    assert f"\x1b[31m  91 %  {CALLER}  $0.04 over" in text
+
+
+def test_no_color_means_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    assert not re.findall(r"\x1b\[(?:\d+;)*(?:3|4|9)\d", draw(make_report(*ROWS)))
+
+
+@pytest.mark.parametrize(("height", "rows"), [(24, 10), (10, 4), (4, 0)])
+def test_keys_stay_on_a_small_screen(height: int, rows: int) -> None:
+    lines = draw(make_report(*ROWS[:1] * 10), height=height).splitlines()
+
+    assert len(lines) <= max(height, 6)
+    assert "keys" in lines[-1]
+    assert "\n".join(lines).count("search_the_web") == rows
+    assert ("more row" in "\n".join(lines)) == (rows < 10)
+
+
+def test_details_follow_their_row(show: Show) -> None:
+    ahead = {"mode": "enforce", "counts": "turns", "at": 16, "left": 9, "in_seconds": 40.0}
+    row = make_row(next_refusal=ahead, result="still \x1b[2J building")
+
+    lines = show(make_report(row, *ROWS), 80)
+
+    assert lines[4].rstrip() == (
+        "  refused at turn 16, in about 40 s; returned: still \\x1b[2J building"
+    )
+    assert lines[5].startswith("search_the_web")
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ({"agent": "planner"}, "agent planner (9f2c51a07be3d418)"),
+        ({"agent": "planner", "labels": {"team": "search"}}, "team: search (9f2c51a07be3d418)"),
+        ({"agent": "planner", "alias": "team-a"}, "team-a"),
+    ],
+)
+def test_names_come_before_hashes(names: dict[str, Any], shown: str) -> None:
+    assert write_caller(make_row(**names)) == shown
+
+
+def test_frozen_rows_keep_their_places() -> None:
+    one, two, new = [make_row(conversation=name) for name in ("one", "two", "new")]
+    view = View("")
+    view.arrange(make_report(one, two))
+    view.press("f")
+
+    frozen = view.arrange(make_report(new, two, one))["conversations"]
+    view.press("f")
+
+    assert frozen == [one, two, new]
+    assert view.arrange(make_report(two, one))["conversations"] == [two, one]
+
+
+def test_keys_are_told_with_their_state() -> None:
+    view = View("cost")
+    before = view.write_footer()
+    for key in "spfx":
+        view.press(key)
+
+    assert before == "q quit  s sort: cost  p pause  f freeze  c commands"
+    assert view.write_footer() == (
+        "q quit  s sort: spared  PAUSED: p goes on  FROZEN: f thaws  c commands"
+    )
+
+
+LOOPGUARD = "import sys; from extproc.cli.main import main; sys.exit(main())"
+
+
+@dataclass
+class Terminal:
+    """A running `loopguard top` on a pseudo terminal."""
+
+    fd: int
+    process: subprocess.Popen[bytes]
+    seen: str = ""
+
+    def expect(self, text: str) -> None:
+        while text not in self.seen:
+            assert select([self.fd], [], [], PATIENCE)[0], f"no {text!r} in {self.seen!r}"
+            self.seen += os.read(self.fd, 1 << 16).decode()
+        self.seen = self.seen.partition(text)[2]
+
+    def press(self, key: str, *expected: str) -> None:
+        os.write(self.fd, key.encode())
+        for text in expected:
+            self.expect(text)
+
+
+@contextmanager
+def running(url: str) -> Iterator[Terminal]:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    flags = ["top", "--interval", "3600", "--admin", url]
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOPGUARD, *flags], stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        yield Terminal(ours, process)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_keys_act_at_once_in_a_terminal() -> None:
+    report = make_report(make_row(conversation="one"))
+    with (
+        answering({"/loops": reply(report), "/budgets": reply(NO_BUDGETS)}) as url,
+        running(url) as terminal,
+    ):
+        terminal.expect("q quit  s sort: now")
+        terminal.press("s", "s sort: cost")
+        terminal.press("p", "PAUSED")
+        terminal.press("\x1b[A")  # an arrow, which is no key
+        terminal.press("f", "FROZEN")
+        terminal.press("c", "# search_the_web", f"--for 30m --admin {url}")
+
+        assert terminal.process.wait(PATIENCE) == 0
+
+
+def test_lost_server_leaves_the_last_report() -> None:
+    report = make_report(make_row(conversation="one"))
+    with running_after(report) as terminal:
+        terminal.press("s", "this was shown at 03:14:00 UTC", "search_the_web")
+        terminal.press("q")
+
+        assert terminal.process.wait(PATIENCE) == 0
+
+
+@contextmanager
+def running_after(report: dict[str, Any]) -> Iterator[Terminal]:
+    """The screen after its server has ended."""
+    with ExitStack() as stack:
+        with answering({"/loops": reply(report), "/budgets": reply(NO_BUDGETS)}) as url:
+            terminal = stack.enter_context(running(url))
+            terminal.expect("q quit")
+        yield terminal
