@@ -243,9 +243,8 @@ def _bind(claim: socket.socket, port: int) -> None:
 def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     """Replace 0 by free ports; raises DemoError that lists all ports in use."""
     found, taken, flags = {}, [], []
-    with (
-        ExitStack() as claims
-    ):  # all stay bound until the last is chosen, so that none is chosen twice
+    # All stay bound until the last is chosen, so that none is chosen twice
+    with ExitStack() as claims:
         for flag, port in wanted.items():
             claim = claims.enter_context(socket.socket())
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -268,9 +267,8 @@ async def until_told(work: Coroutine[Any, Any, T]) -> T | None:
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(
-            number, lambda: task.cancelling() or task.cancel()
-        )  # ignore a second signal
+        # Ignore a second signal
+        loop.add_signal_handler(number, lambda: task.cancelling() or task.cancel())
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 

@@ -30,9 +30,8 @@ INSPECT_BYTES: Final = 2**20
 InspectBytes = Annotated[int, Field(ge=1, le=16 * 2**20)]
 AUTO: Final = "auto"
 _STATUSES = (400, 599)
-_POINTER = re.compile(
-    r"(?:/(?:[^~/]|~[01])*)+\Z"
-)  # RFC 6901, without the empty pointer to the whole document
+# RFC 6901, without the empty pointer to the whole document
+_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")
 
 
 def make_error(message: str, why: str = "") -> PydanticCustomError:

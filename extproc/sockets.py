@@ -31,9 +31,8 @@ def open_listening_socket(
         made = socket.create_server(
             (address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
         )
-        made.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # connections inherit it; no answer waits for an ACK
+        # Connections inherit it; no answer waits for an ACK
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return made  # noqa: TRY300  # in one piece
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

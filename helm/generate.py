@@ -333,9 +333,8 @@ def convert(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
                 f"draft-07 ignores keywords beside $ref: {', '.join(sorted(constraints))}"
             )
         return {"$ref": REFERENCE + schema["$ref"].rpartition("/")[2]}
-    if (
-        unknown := schema.keys() - _KEYWORDS.keys() - {"title", "discriminator"}
-    ):  # both are annotations
+    # Both are annotations
+    if unknown := schema.keys() - _KEYWORDS.keys() - {"title", "discriminator"}:
         raise ChartError(
             f"unknown keywords: {', '.join(sorted(unknown))}; check that they mean the same in "
             "draft-07"

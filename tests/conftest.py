@@ -151,9 +151,8 @@ def mark_repetitions(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Keep what runs on the build; a test's mark overrides its folder."""
     mark_repetitions(items)
-    items.sort(
-        key=lambda item: not item.nodeid.startswith("tests/doors/store/")
-    )  # those wait longest, so not last
+    # Those wait longest, so not last
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/doors/store/"))
     build, cases = config.getoption("--build"), config.getoption("--cases")
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []

@@ -80,9 +80,8 @@ def _find_model(path: str) -> str:
     before, _, last = path.rpartition("/")
     if last not in _OPERATIONS:
         return ""
-    return decode_name(
-        before.partition(_MODEL)[2]
-    )  # not the last segment: an ARN has a slash, which a proxy may decode
+    # Not the last segment: an ARN has a slash, which a proxy may decode
+    return decode_name(before.partition(_MODEL)[2])
 
 
 def _list_models(model: str) -> list[str]:

@@ -405,9 +405,8 @@ class KnownBody:
     def count_equal(self, data: bytes) -> int:
         """The number of leading messages that equal those of another body with this head."""
         own, count = self.data, self.count
-        if data.startswith(
-            own[: self.ends[count - 1]]
-        ):  # the usual case: the conversation has grown
+        # The usual case: the conversation has grown
+        if data.startswith(own[: self.ends[count - 1]]):
             return count
         low, start = 0, len(self.head)
         while low < count:  # invariant: equal up to `start`, which ends message `low` - 1
@@ -670,9 +669,8 @@ class Conversation:
             return ""
         if _holds_any(_get_tools(self.body)):
             return TOOLS
-        if self.before.after or _holds_any(
-            _get_kept_tools(self.body)
-        ):  # a server that stores the history may store the tools
+        # A server that stores the history may store the tools
+        if self.before.after or _holds_any(_get_kept_tools(self.body)):
             return ""
         return NO_TOOLS
 

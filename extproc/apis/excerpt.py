@@ -78,9 +78,8 @@ class Position:
             if data.count(b"\\") <= _FEW_ESCAPES:
                 data = _ESCAPE.sub(b"", data)
             else:
-                data = data.replace(rb"\\", b"").replace(
-                    rb"\"", b""
-                )  # from left to right, as parsers do
+                # From left to right, as parsers do
+                data = data.replace(rb"\\", b"").replace(rb"\"", b"")
         structure = data.translate(None, _OTHERS)
         quotes = structure.count(b'"')
         self._quotes += quotes

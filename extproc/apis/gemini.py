@@ -118,9 +118,8 @@ def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
     key = next(
         (key for key in _RESPONSE_TEXTS if key in given and patch.is_text(given[key])), _NOTE
     )
-    while key in given and not patch.is_text(
-        given[key]
-    ):  # a tool must not block notes by using the key
+    # A tool must not block notes by using the key
+    while key in given and not patch.is_text(given[key]):
         key += "_"
     return (
         [Place(given[key], result=True)]

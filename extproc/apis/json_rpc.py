@@ -37,12 +37,8 @@ _ERROR_CODE: Final = -32000
 
 _TOOL_CALL: Final = "tools/call"  # MCP, since its first revision
 _MESSAGES: Final = frozenset(
-    {
-        "message/send",
-        "message/stream",
-        "SendMessage",
-        "SendStreamingMessage",
-    }  # A2A 0.2 and later, A2A 1.0
+    # A2A 0.2 and later, A2A 1.0
+    {"message/send", "message/stream", "SendMessage", "SendStreamingMessage"}
 )
 
 _ANSWERS: Final = ("inputResponses", "requestState")

@@ -47,10 +47,8 @@ API = Api(
     },
     samples=("/api/chat", "/api/generate"),
     asked=("stream",),
-    counts={
-        "input": ("prompt_eval_count",),
-        "output": ("eval_count",),
-    },  # at the top level; its streams have no events
+    # At the top level; its streams have no events
+    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},
     answered_by=("model",),
     longest_answers=("options.num_predict",),
 )

@@ -136,9 +136,8 @@ def _read(item: Item) -> list[Part]:
 def _read_call(item: Item) -> list[Part]:
     """A call, and the result if the server ran it."""
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
-    identity = read_string(
-        item.id if item.call_id is ABSENT else item.call_id
-    )  # calls that the server ran have no call id
+    # Calls that the server ran have no call id
+    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)
     given: Json = _find_input(item)
     walk(2)
     charge(given)
@@ -307,10 +306,8 @@ API = Api(
             mark=b'"function_call"',
         ),
     ),
-    tool_lists=(
-        _TOOLS,
-        _TOOLS._replace(beside=""),
-    ),  # without a conversation, it continues one on the server
+    # Without a conversation, it continues one on the server
+    tool_lists=(_TOOLS, _TOOLS._replace(beside="")),
     tool_words=ToolWords(
         groups={"namespace": "tools"},
         servers=frozenset({"mcp"}),

@@ -560,9 +560,8 @@ def _find_stage(reserved: Reservation) -> BudgetStage | None:
     if taken is None or reserved.limit.kind != PERIOD:
         return None
     limit = reserved.limit
-    whole = (
-        limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))
-    )  # a part while the store is down
+    # A part while the store is down
+    whole = limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))
     used = (reserved.take.limit - taken.left) * _WHOLE / whole
     for stage in reserved.rule.stages:
         if used >= stage.percent:

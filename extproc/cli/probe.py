@@ -138,9 +138,8 @@ def send(
 ) -> ProbeAnswer:
     """Send a request on its own connection and wait for the response headers."""
     content = iter([request.body]) if request.chunked else request.body
-    target = {
-        "target": request.path.encode("utf-8", "surrogateescape")
-    }  # httpx would remove dot segments
+    # httpx would remove dot segments
+    target = {"target": request.path.encode("utf-8", "surrogateescape")}
     try:
         with httpx.Client(
             http1=not request.http2, http2=request.http2, timeout=_SECONDS, trust_env=False

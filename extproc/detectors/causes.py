@@ -357,9 +357,8 @@ def _open_schema(raw: Raw) -> dict[str, Json]:
     if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)
-    if (
-        isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict)
-    ):  # some APIs wrap it
+    # Some APIs wrap it
+    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):
         value = value["json"]
     return value if isinstance(value, dict) else {}
 

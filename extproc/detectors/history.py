@@ -257,9 +257,8 @@ class KeptTurn:
         if self.entry in past:
             del past[: past.index(self.entry) + 1]
         turns = [decode_turn(entry) for entry in past]
-        if (
-            self._before is not None and not followed
-        ):  # from the request's previous turn on; without it, this is another conversation
+        # From the request's previous turn on; without it, this is another conversation
+        if self._before is not None and not followed:
             place = next(
                 (place for place, turn in enumerate(turns) if turn.action_hash == self._before),
                 len(turns),
@@ -272,9 +271,8 @@ class KeptTurn:
         own = entries.count(self.entry)
         raw, normalized = self.newest.raw, self.newest.normalized
         others = b"".join([entry for entry in entries if entry != self.entry] if own else entries)
-        if (
-            own <= 1 and others.find(raw) < 0 and others.find(normalized) < 0
-        ):  # the usual case; slices take most of the time
+        # The usual case; slices take most of the time
+        if own <= 1 and others.find(raw) < 0 and others.find(normalized) < 0:
             return False
         same = [
             entry

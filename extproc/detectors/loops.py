@@ -230,9 +230,8 @@ class TurnRule:
             return None
         limit = self._limits.of(newest.names)
         looked_at = history.newest(max(count_window(limit.threshold), self._max_cycle + 1))
-        for place in range(
-            history.compared, len(looked_at)
-        ):  # shared by the detector's rules, which differ only in thresholds
+        # Shared by the detector's rules, which differ only in thresholds
+        for place in range(history.compared, len(looked_at)):
             if same_action(newest, looked_at[place]):
                 history.acted.append(place)
                 if same_turn(newest, looked_at[place], normalized=self._normalized):
@@ -246,14 +245,12 @@ class TurnRule:
                 if isinstance(turn, Turn)
             ]
             shown = {place: images for place, images in turns if images}
-            if (
-                len(set(shown.values())) > 1
-            ):  # screens change, so older turns without images were different
+            # Screens change, so older turns without images were different
+            if len(set(shown.values())) > 1:
                 again = [place for place in again if place in shown]
         found = None
-        if (
-            again and MIN_CYCLE <= again[0] <= self._max_cycle
-        ):  # a longer cycle would contain the newest turn twice
+        # A longer cycle would contain the newest turn twice
+        if again and MIN_CYCLE <= again[0] <= self._max_cycle:
             found = self._cycle(history, again[0])
         if again and found is None:
             found = self._repeat(history, newest, limit, again)
@@ -548,9 +545,8 @@ class TurnRule:
                 for turn in turns
             ]
         )
-        below = min(
-            again, limit.threshold - 1
-        )  # it may be more frequent, with many new turns in between
+        # It may be more frequent, with many new turns in between
+        below = min(again, limit.threshold - 1)
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
 

@@ -76,9 +76,8 @@ def count_endings(text: str, least: int) -> tuple[int, bytes]:
             continue
         last = plain[end - 1]
         alike = next((place for place in range(1, end) if plain[end - 1 - place] != last), end)
-        for size in range(
-            alike + 1, end // least + 1
-        ):  # a shorter block is one line, again and again
+        # A shorter block is one line, again and again
+        for size in range(alike + 1, end // least + 1):
             if plain[end - 1 - size] != last:
                 continue
             block, times = plain[end - size : end], 1

@@ -317,9 +317,8 @@ def _leave_out(text: str) -> str:
     for line, shape in zip(text.split("\n"), shapes.split("\n"), strict=True):
         if mark not in shape:
             lines.append(line)
-        elif len(line) > LONGEST_SHAPE or not (
-            ascii_alone or line.isascii()
-        ):  # its shape is unique, or ambiguous
+        elif len(line) > LONGEST_SHAPE or not (ascii_alone or line.isascii()):
+            # Its shape is unique, or ambiguous
             lines.append(_VOLATILE.sub(_GONE, line) if _may_be_volatile(line) else line)
         else:
             take = _STAYS.find(shape)

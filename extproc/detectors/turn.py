@@ -264,9 +264,8 @@ class ShownTurns:
         self._number = -1
         conversation.check_count()
         unknown = conversation.elsewhere
-        if (
-            self._newer is None and reading.newest is not None
-        ):  # results in the newest message mean that there was an action
+        # Results in the newest message mean that there was an action
+        if self._newer is None and reading.newest is not None:
             unknown = unknown or RESULT in [part.kind for part in reading.newest.read_parts()]
         if unknown and not reading.document.shortened:
             oldest = conversation.find_group(number - 1) if number else None
@@ -470,9 +469,8 @@ class Turn:
             if isinstance(kept, ActionFacts) and (
                 kept.ignored is ignored or kept.ignored == ignored
             ):
-                end = (
-                    group.place + 1 if kept.names else group.end
-                )  # without names, later messages were searched, too
+                # Without names, later messages were searched, too
+                end = group.place + 1 if kept.names else group.end
                 if kept.messages == self._list_others(end):
                     INSPECTION.take(kept.units)
                     self._did = kept

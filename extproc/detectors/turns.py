@@ -119,9 +119,8 @@ class Turns(HistorySimilarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         ignored = frozenset(keys.ignore_arguments)
-        self.ignored = (
-            THOUGHTS if ignored == THOUGHTS else ignored
-        )  # the same object, because comparing sets is slow
+        # The same object, because comparing sets is slow
+        self.ignored = THOUGHTS if ignored == THOUGHTS else ignored
         steps = keys.list_steps(self.default_threshold)
         self._strictest = steps[-1].make_limits(self.default_threshold)
         self._most = max(USUAL_TURNS, count_window(self._strictest.highest))
@@ -186,9 +185,8 @@ class Turns(HistorySimilarity):
     ) -> tuple[bytes, Repeat | None, Memory | None]:
         """The newest turn even without a loop, because earlier requests may complete one."""
         history = self.rule.read(document)
-        if history.elsewhere and not (
-            named and history.after
-        ):  # a plain prompt contains all turns as text
+        # A plain prompt contains all turns as text
+        if history.elsewhere and not (named and history.after):
             return *self.compare(document), None
         found = self.find_loop(history)
         kept = history.store_newest(named=named)
@@ -278,9 +276,8 @@ class Turns(HistorySimilarity):
 
     def _narrow(self, history: History) -> History:
         """The turns to compare: more than usual only if the newest turn's tools need them."""
-        newest = history.at(
-            1 if only_speaks(history.at(0)) else 0
-        )  # before a prefill, a turn may be in a loop
+        # Before a prefill, a turn may be in a loop
+        newest = history.at(1 if only_speaks(history.at(0)) else 0)
         if newest is None or history.at(self.rule.fewest - 1) is None:
             return history
         most = max(USUAL_TURNS, count_window(self._strictest.of(newest.names).threshold))

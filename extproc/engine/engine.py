@@ -35,9 +35,8 @@ _ITEMS_AT_ONCE = 1_000
 """Number of items to index before yielding to other threads. Compiled code would otherwise hold the
 interpreter lock throughout."""
 
-_Key = tuple[
-    str, str | None, str | None, str | None, str | None
-]  # anchor, host, method, route, API; None: any
+# Anchor, host, method, route, API; None: any
+_Key = tuple[str, str | None, str | None, str | None, str | None]
 _Fields = tuple[str, str, str, str]  # host, method, route, API of a request
 _Shape = tuple[bool, bool, bool, bool]  # names a host, names a method, names a route, names an API
 

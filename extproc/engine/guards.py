@@ -904,9 +904,8 @@ class SessionGuard(Guard):
         place = self._place
         if place is not None:
             return place.identify(self.calls.offer)
-        own = (
-            sum_up(self.agent_name) if self.agent_name else 0
-        )  # two agents with the same task are not retries
+        # Two agents with the same task are not retries
+        own = sum_up(self.agent_name) if self.agent_name else 0
         return identify(
             exchange.head, exchange.sums, own if self.agent.hangs and own else sum_up(session) ^ own
         )

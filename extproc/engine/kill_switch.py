@@ -71,9 +71,8 @@ class KillSwitches:
                 (number, switch)
             )
         keys = dict.fromkeys([key for key, _, _ in self._switches])
-        self._descriptors = [
-            compile_plainly(key, hidden=False) for key in keys
-        ]  # bundles contain the values themselves
+        # Bundles contain the values themselves
+        self._descriptors = [compile_plainly(key, hidden=False) for key in keys]
 
     def __len__(self) -> int:
         """The number of different callers and routes."""

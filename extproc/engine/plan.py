@@ -771,9 +771,8 @@ class Plan:
         values = [*values, *((descriptor.name, text) for descriptor, text in found if text)]
         lacking = [(self.id, descriptor.key) for descriptor, text in found if not text]
         if lacking:
-            missing += [
-                entry for entry in lacking if entry not in missing
-            ]  # several detectors read the same body
+            # Several detectors read the same body
+            missing += [entry for entry in lacking if entry not in missing]
             self._check_missing(values, may_follow=False)
         return values
 

@@ -500,10 +500,11 @@ class _FoundUsage:
         self.most_output = 0
         nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
         if nothing and not self.cut and prompt < 0 and output < 0:
+            # Errors and failures without an answer are free
             self.usage, self.estimated = (
                 Usage(0, 0),
                 False,
-            )  # errors and failures without an answer are free
+            )
             return
         cached = int(told.get("cached", 0))
         self.estimated = prompt < 0 or output < 0
@@ -511,9 +512,8 @@ class _FoundUsage:
             prompt = max(cached, estimate_tokens(logged.request_bytes))
         if output < 0:
             output, self.most_output = _estimate_output(logged)
-        cached = min(
-            cached, max(prompt, estimate_tokens(logged.request_bytes))
-        )  # some gateways exclude it from the input
+        # Some gateways exclude it from the input
+        cached = min(cached, max(prompt, estimate_tokens(logged.request_bytes)))
         read, written = int(told.get("cache_read", 0)), int(told.get("cache_write", 0))
         thoughts, tools = int(told.get("thoughts", 0)), int(told.get("tool_input", 0))
         self.usage = Usage(

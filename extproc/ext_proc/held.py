@@ -40,9 +40,8 @@ class HeldBody:
         if not size:
             return
         self.sums = self.sums.plus(chunk)
-        if (
-            self._pieces and size < LARGE
-        ):  # separate small chunks would take more memory than their length
+        # Separate small chunks would take more memory than their length
+        if self._pieces and size < LARGE:
             if self._small is None:
                 self._small = bytearray()
             self._small += chunk

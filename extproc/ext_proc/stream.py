@@ -201,9 +201,8 @@ class Stream(Waiting):
         # `in` makes a new set at each call
         if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714
             return self._on_request_body(message, kind)
-        if (
-            self._duplex is None or not self._duplex.holds
-        ):  # otherwise the answer is Envoy's own, and the request ends
+        # If it holds the body, the answer is Envoy's own, and the request ends
+        if self._duplex is None or not self._duplex.holds:
             # The request was answered before its body arrived, or Envoy sends no bodies.
             self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]
@@ -342,9 +341,8 @@ class Stream(Waiting):
         if enforcing.active and not enforcing.needs_body:
             return self._answer_before_body(exchange)
         duplex, reply = self._duplex, PASS["request_headers"]
-        if (
-            duplex is not None and self._body_mode == BODY_DUPLEX
-        ):  # the headers are held with the body
+        # The headers are held with the body
+        if duplex is not None and self._body_mode == BODY_DUPLEX:
             duplex.holds, exchange.state = True, HELD
             reply = _HELD
         return self._wait_for_body(exchange, reply)

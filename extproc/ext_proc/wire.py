@@ -177,9 +177,8 @@ class EnvoyMessage(Facts):
 
     def read_attribute(self, name: str) -> str | None:
         """A configured attribute; None if Envoy did not send it. Raises as `parse_beside` does."""
-        if (
-            self._beside.find(name.encode()) < 0
-        ):  # the usual case; `find` is faster than `in`, which first tries a number
+        # The usual case; `find` is faster than `in`, which first tries a number
+        if self._beside.find(name.encode()) < 0:
             return None
         attributes = self.parse_beside().attributes
         if _ATTRIBUTES not in attributes:
@@ -216,9 +215,8 @@ class EnvoyMessage(Facts):
     def claim(self, name: str) -> str:
         """A verified claim or, if allowed, an unverified one."""
         found: Value | None = None
-        if (
-            self._beside.find(_JWT_BYTES) >= 0
-        ):  # otherwise nothing was verified, and parsing is slow
+        # Without these bytes, nothing was verified, and parsing is slow
+        if self._beside.find(_JWT_BYTES) >= 0:
             # jwt_authn stores each payload under a configured name (payload_in_metadata).
             for payload in (
                 self.parse_beside().metadata_context.filter_metadata[_JWT_NAMESPACE].fields.values()
@@ -295,9 +293,8 @@ def _parse_any(data: bytes) -> EnvoyMessage:
 
 def cut_body(data: bytes, kind: str) -> bytes | memoryview:
     """The HttpBody in a message of kind `request_body` or `response_body`, as bytes on the wire."""
-    if data[0] == (
-        _REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY
-    ):  # the form that Envoy sends
+    # The form that Envoy sends
+    if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):
         size, position = read_varint(data, 1)
         return memoryview(data)[position : position + size]
     part: HttpBody = getattr(ProcessingRequest.FromString(data), kind)
@@ -403,10 +400,11 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
                 and data[position + 2] == _BODY_MODE
                 and data[position + 3] < _MORE
             ):
+                # Almost always the only field
                 message.body_mode, position = (
                     data[position + 3],
                     position + 4,
-                )  # almost always the only field
+                )
             else:
                 position = _walk_config(data, position + 1, message)
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:

@@ -97,9 +97,8 @@ class Coverage:
 
     def note(self, exchange: Exchange) -> None:
         """Note a request that some policy did not count, or not with all of its detectors."""
-        if (
-            exchange.enforcing.forbidden is not None
-        ):  # refused as uncountable, so it does not pass unguarded
+        # Refused as uncountable, so it does not pass unguarded
+        if exchange.enforcing.forbidden is not None:
             self._add(_name(EXEMPT))
             return
         route = exchange.request.facts.route()
@@ -107,9 +106,8 @@ class Coverage:
         for group in exchange.groups:
             counted = counted or bool(group.active)
             flawed = self._note_group(group, route) or flawed
-        if exchange.plans and (
-            flawed or not counted
-        ):  # otherwise the second part of a request that was counted with its first
+        # A request counted with its first part is not noted for its second
+        if exchange.plans and (flawed or not counted):
             self._add(_name(PARTLY if counted else UNGUARDED if flawed else EXEMPT))
 
     def _note_group(self, group: Guards, route: str) -> bool:

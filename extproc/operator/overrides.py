@@ -387,14 +387,14 @@ def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey)
     forms = [form for plan in plans for form in plan.callers.forms]
     named: dict[str, str] = {}
     for given, written in values.items():
+        # Without the source of a limit key
         name, text = (
             given if given in known else given.rpartition(":")[2],
             written,
-        )  # without the source of a limit key
+        )
         for form in forms:
-            if (
-                form.start and form.descriptor == name and written.startswith(form.start)
-            ):  # as `explain` prints a `first_of`
+            # As `explain` prints a `first_of`
+            if form.start and form.descriptor == name and written.startswith(form.start):
                 name, text = form.name, written[len(form.start) :]
                 break
         named[name] = text

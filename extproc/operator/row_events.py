@@ -132,9 +132,8 @@ class SessionEvents(RowEvents):
 
     def _describe(self, run: Run) -> dict[str, object]:
         standing, refusal, grant = run.standing, run.refusal, ""
-        if (
-            refusal is not None
-        ):  # `grant` stays empty unless the limit is a tool's own or about agents
+        # `grant` stays empty unless the limit is a tool's own or about agents
+        if refusal is not None:
             about = refusal.limit, refusal.tool, refusal.used, refusal.allowed
             grant = write_grant(run.name.session, run.name.tenant, *about)
         return {

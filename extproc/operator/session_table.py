@@ -179,9 +179,8 @@ class Run:
 
     def add_call(self, name: bytes, model: str, tools: Sequence[str], now: float) -> CallRow:
         """Add a call, evicting the oldest if full."""
-        if (
-            model != self._model or tools != self._given or not self.calls
-        ):  # calls share these if unchanged, to save memory
+        # Calls share these if unchanged, to save memory
+        if model != self._model or tools != self._given or not self.calls:
             self._model, self._given = cut_text(model, NAME_SHOWN), tools
             self._tools = [cut_text(tool, NAME_SHOWN) for tool in tools]
         call = CallRow(name, now, self._model, self._tools)

@@ -441,9 +441,8 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: ParsedFile) -> 
         if "id" in document or "spec" in document:
             policy = _parse_policy(document, (), report)
             return Source(report.file, sha256, [policy] if policy else [])
-        if str(document.get("$schema", "")).startswith(
-            _SCHEMAS
-        ):  # the output of `loopguard schema`, saved beside the policies
+        # The output of `loopguard schema`, saved beside the policies
+        if str(document.get("$schema", "")).startswith(_SCHEMAS):
             report.note((), "is a JSON Schema, so it has no policies")
             return Source(report.file, sha256, [])
     if document is not None:

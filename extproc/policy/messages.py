@@ -130,9 +130,8 @@ def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
         right = _phrase_object(model, name, place)
     else:
         right = _PHRASES[kind](name, context) if kind in _PHRASES else error["msg"]
-    found = (
-        "" if error["input"] == name else f", not {describe(error['input'])}"
-    )  # otherwise the key itself is wrong
+    # If the input is the name, the key itself is wrong
+    found = "" if error["input"] == name else f", not {describe(error['input'])}"
     return f"{right}{found}{context.get('why', '')}"
 
 

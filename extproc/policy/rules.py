@@ -477,9 +477,8 @@ def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:
     several = [(path, False) for path in selector.list_prefixes()]
     several += [(selector.pathExact, True)] if selector.pathExact is not None else []
     apis = selector.list_apis() or API_NAMES
-    shown = [
-        find_public_id(path, apis, exact=exact) for path, exact in several or [("/", False)]
-    ]  # routes may have any path
+    # Routes may have any path
+    shown = [find_public_id(path, apis, exact=exact) for path, exact in several or [("/", False)]]
     public = next((name for name in shown if name), "")
     for place, keys, what in _list_callers(policy) if public else ():
         credential = _find_credential(keys)
@@ -805,9 +804,8 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
         key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))
     ]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
-    judging = (
-        spec.session_limits is not None or spec.detectors()
-    )  # a rule is skipped by its own keys
+    # A rule is skipped by its own keys
+    judging = spec.session_limits is not None or spec.detectors()
     if "missing_descriptor" in spec.model_fields_set or not judging or len(always) == len(keys):
         return
     if always:

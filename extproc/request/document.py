@@ -342,9 +342,8 @@ def check_members(data: bytes) -> None:
     least = 2 * MAX_MEMBERS  # each has at least two quotes and a colon
     if len(data) > least and data.count(b":") > MAX_MEMBERS and data.count(b'"') > least:
         packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
-        if (
-            packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS
-        ):  # a key with an escaped quote is in a string
+        # A key with an escaped quote is in a string
+        if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:
             raise NotCounted("inspect_limit")
 
 
@@ -405,10 +404,8 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
         written = _encode(value)
         if not written.isascii():
             written.decode()  # msgspec copies raw values without checking them
-    except (
-        RecursionError,
-        UnicodeDecodeError,
-    ):  # it was decoded on a shallower stack, or not at all
+    except (RecursionError, UnicodeDecodeError):
+        # It was decoded on a shallower stack, or not at all
         raise NotJson from None
     return written
 

@@ -32,9 +32,8 @@ MAX_TOKEN = 32_768
 RESPONSES_WEBSOCKET: Final = "responses_websocket"
 """The reason for requests that open a WebSocket for model calls, which Loopguard would not see."""
 
-_ABSOLUTE = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*"
-)  # absolute-form up to its path (RFC 9112 section 3.2.2)
+# Absolute-form up to its path (RFC 9112 section 3.2.2)
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 
 
 """What Envoy appends to the host of a mirrored request, before the port."""

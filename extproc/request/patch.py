@@ -232,9 +232,8 @@ class Patch:
         self._roots = [self.root]
         self._changed: list[Value] = []
         if around is not None and around.members and around.size == len(whole.text):
-            self.take(
-                _VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10)
-            )  # charged as if read
+            # Charged as if read
+            self.take(_VALUE * (1 + len(around.members)) + (around.size * _KIB >> 10))
             self.root.children = [Value(whole, *member) for member in around.members]
         elif self.is_object(self.root):
             self._open_object(self.root)  # this checks that keys are UTF-8
@@ -363,9 +362,8 @@ class Patch:
             place = start + len(item)
             found.append(Value(part, name, at, start, place))
             quote = b', "' if colon is _COLON else b',"'
-        if (
-            place + 1 != end and _END.match(text, place, end) is None
-        ):  # more than blanks and a bracket is left
+        # More than blanks and a bracket is left
+        if place + 1 != end and _END.match(text, place, end) is None:
             raise NotCounted(AMBIGUOUS)
         value.children = found
         return found

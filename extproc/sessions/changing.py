@@ -86,9 +86,8 @@ class ChangingNames:
         turns = _list_newest(document)
         newest = turns[0] if turns else b""
         if again:
-            names.row = (
-                names.row if names.newest[name] == newest else 0
-            )  # repeating the same turn is a retry
+            # Repeating the same turn is a retry
+            names.row = names.row if names.newest[name] == newest else 0
             return False
         if any(names.shown.get(turn, name) != name for turn in turns[1:]):
             names.row += 1

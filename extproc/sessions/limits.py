@@ -371,9 +371,8 @@ class SessionLimiter:
         self._trees = f"{namespace}tree:{policy}:"
         self.limits = compile_limits(limits, session)
         self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
-        self._fewest = min(
-            [limit - BATCH for _, limit in self.limits.tools], default=0
-        )  # above, a tool may be scarce
+        # Above, a tool may be scarce
+        self._fewest = min([limit - BATCH for _, limit in self.limits.tools], default=0)
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions)
         self.needs_answers = limits.needs_answers() or (
             unnamed is not None and unnamed.needs_answers()
@@ -500,9 +499,8 @@ class SessionLimiter:
             tree: its place in the tree of agents.
             search: finds the session; `session` is then the agent's parent.
         """
-        begun = (
-            f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope
-        )  # not one of the caller's sessions
+        # Not one of the caller's sessions
+        begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope
         return Step(
             f"{self._key}{scope}:{session}:{tenant}",
             f"{self._tenants}{begun}:{tenant}",

@@ -135,9 +135,8 @@ class SessionNames:
             else None
         )
         headers = request.headers
-        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(
-            headers
-        )  # the usual case
+        # The usual case
+        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(headers)
         for place in self._others if missing else self._every:
             while len(values) < place:
                 values.append("")

@@ -323,9 +323,8 @@ class MemoryStore:
     def _step(self, asked: Step, now: int) -> Standing:
         limits, key = asked.limits, asked.key
         ledger = self._unpacked.use(key)
-        if (
-            ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large()
-        ):  # usually; it stays unpacked
+        # Usually; it stays unpacked
+        if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():
             return ledger.take_step(asked, now)
         ledger = self._take_ledger(key, limits, now)
         if ledger is None:

@@ -119,9 +119,8 @@ class _Peer(asyncio.Protocol):
         return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            "asyncio.Transport", transport
-        )  # a stream server passes this type, or uvloop's own
+        # A stream server passes this type, or uvloop's own
+        self._transport = cast("asyncio.Transport", transport)
         keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
         self._hello = self._loop.call_later(self._server.hello_seconds, self._check_hello)

@@ -78,9 +78,8 @@ class GrpcServer:
         self._service = service
         most = ("grpc.max_allowed_incoming_connections", service.settings.max_connections)
         self._server = grpc.aio.server(options=[*_OPTIONS, most])
-        process = grpc.stream_stream_rpc_method_handler(
-            self._process
-        )  # bytes in, bytes out: the service parses
+        # Bytes in, bytes out: the service parses
+        process = grpc.stream_stream_rpc_method_handler(self._process)
         log_access = grpc.stream_unary_rpc_method_handler(
             self._log_access, None, StreamAccessLogsResponse.SerializeToString
         )

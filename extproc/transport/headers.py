@@ -506,13 +506,15 @@ _WINDOW: Final = 2 ** (_LONGEST + 8) - 1
 _END_OF_STRING: Final = 256
 _SYMBOLS: Final = sorted(range(257), key=lambda symbol: (_CODE_LENGTHS[symbol], symbol))
 _GROUP_LENGTHS: Final = sorted(set(_CODE_LENGTHS))
+# The position of each length's first symbol
 _GROUP_STARTS: Final = [
     sum(length < shortest for length in _CODE_LENGTHS) for shortest in _GROUP_LENGTHS
-]  # the position of each length's first symbol
+]
+# Each length's first code, padded with zeros
 _FIRST_CODES: Final = [
     0,
     *accumulate(_CODE_LENGTHS.count(length) << _LONGEST - length for length in _GROUP_LENGTHS[:-1]),
-]  # each length's first code, padded with zeros
+]
 _STATIC_TABLE: Final = b"""
 :authority:
 :method: GET

@@ -383,9 +383,8 @@ class Connection:
         if kind == RST_STREAM:
             return self._on_reset(flags, number, payload)
         handler = _HANDLERS.get(kind)
-        return (
-            handler(self, flags, number, payload) if handler else None
-        )  # other types are ignored (section 4.1)
+        # Other types are ignored (section 4.1)
+        return handler(self, flags, number, payload) if handler else None
 
     def _spend(self, frames: int) -> None:
         """Charge the peer's patience; raises ProtocolError when it is used up."""
@@ -736,9 +735,8 @@ class Connection:
             )
 
     def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
-        self._out.append(
-            b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload)
-        )  # one copy when compiled
+        # One copy when compiled
+        self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))
 
     def _write_last(self, stream: Http2Stream, trailers: bytes) -> None:
         """Write the frame that ends a stream: trailers, or an empty DATA frame."""
@@ -758,9 +756,8 @@ class Connection:
             return
         self._lingering[stream.number] = None
         if len(self._lingering) > self.limits.lingering:
-            self._reset(
-                next(iter(self._lingering)), NO_ERROR
-            )  # section 8.1: the rest of its request is not needed
+            # Section 8.1: the rest of its request is not needed
+            self._reset(next(iter(self._lingering)), NO_ERROR)
 
     def _end_remote(self, stream: Http2Stream) -> None:
         stream.remote_closed = True

@@ -142,9 +142,8 @@ class Certificates:
         context = _Guarded(self)
         _load_pair(context, self._settings)
         _trust_clients(context, self._settings, pem)
-        if (
-            _read(self._settings) != pem
-        ):  # ssl reads the key from its file, which may have changed since
+        # The ssl module reads the key from its file, which may have changed since
+        if _read(self._settings) != pem:
             raise UsageError(f"--tls-cert {self._settings.tls_cert}: is being changed")
         self.pem, self._context = pem, context
         self._metrics.tls_not_after.set(not_after)
@@ -169,9 +168,8 @@ class _Guarded(_ServerContext):
         super().__init__(certificates)
         self.sslobject_class = _GuardedObject
         self.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.options |= (
-            ssl.OP_NO_RENEGOTIATION
-        )  # it would be another handshake, without a limit (CVE-2011-1473)
+        # It would be another handshake, without a limit (CVE-2011-1473)
+        self.options |= ssl.OP_NO_RENEGOTIATION
         self.verify_mode = ssl.CERT_REQUIRED
         self.set_alpn_protocols(["h2"])
 
@@ -302,16 +300,14 @@ def _trust_clients(context: ssl.SSLContext, settings: Settings, pem: Pem) -> Non
 
 def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
     try:
-        context.load_verify_locations(
-            cadata=pem.decode("ascii", "ignore")
-        )  # comments may be in any language
+        # Comments may be in any language
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):  # ValueError if it is empty
         raise UsageError(f"{flag}: contains no PEM certificate") from None
 
 
 def _explain_error(error: ssl.SSLError) -> str:
     told: str = getattr(error, "verify_message", "")
-    reason: str = (
-        getattr(error, "reason", "") or ""
-    )  # an error that OpenSSL did not raise has no reason
+    # An error that OpenSSL did not raise has no reason
+    reason: str = getattr(error, "reason", "") or ""
     return told or reason.replace("_", " ").lower() or str(error.args[-1])

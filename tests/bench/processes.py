@@ -44,13 +44,14 @@ def serve(build: Path, policy: Path, port: int, *flags: str) -> list[str]:
 
 
 def command_module(module: str, *arguments: str) -> list[str]:
+    # -P: the sources in the working directory are not that build
     return [
         sys.executable,
         "-P",
         "-m",
         module,
         *arguments,
-    ]  # -P: the sources in the working directory are not that build
+    ]
 
 
 def run_module(module: str, *arguments: str) -> dict[str, Any]:

@@ -67,9 +67,8 @@ def _lab(directory: Path) -> Iterator[_Lab]:
 def run(*, quick: bool) -> list[Row]:
     rounds, requests, seconds = (3, 1_000, 3) if quick else (9, 3_000, 5)
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory)) as lab:
-        sent = iter(
-            range(0, 1 << 40, 1 << 20)
-        )  # every run sends requests that were never sent before
+        # Every run sends requests that were never sent before
+        sent = iter(range(0, 1 << 40, 1 << 20))
         client = lab.valkey.client()
 
         def cpu(name: str, count: int = requests) -> float:

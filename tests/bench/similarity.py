@@ -150,9 +150,8 @@ class _Streams:
         self._times = times
 
     def run(self) -> float:
-        self._serving.budget = InspectionBudget(
-            perf_counter()
-        )  # whose share of the time is not what is measured
+        # Its share of the time is not what is measured
+        self._serving.budget = InspectionBudget(perf_counter())
         return cpu_us(self._send, self._times)
 
     def _send(self) -> None:

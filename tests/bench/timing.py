@@ -67,9 +67,8 @@ def difference(found: Mapping[str, list[float]], name: str, reference: str) -> f
 
 
 def process_cpu(pid: int) -> float:
-    return clock_gettime(
-        ~pid << 3 | _CPU_CLOCK
-    )  # /proc/<pid>/stat has the same, in hundredths of a second
+    # /proc/<pid>/stat has the same, in hundredths of a second
+    return clock_gettime(~pid << 3 | _CPU_CLOCK)
 
 
 def resident_mb() -> float:

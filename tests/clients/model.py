@@ -109,9 +109,8 @@ class Model:
         if self._is_full and _COMPACTION.search(_read_newest(body)):
             self.compacted = True
             return SUMMARY
-        if OPENING not in text and self._is_aside(
-            body
-        ):  # of a turn, landing may have taken the tools away
+        # In a turn, landing may have taken the tools away
+        if OPENING not in text and self._is_aside(body):
             config = body.get("generationConfig") or {}
             schema = config.get("responseJsonSchema") or config.get("responseSchema")
             return json.dumps(_fit(schema)) if schema else "A title"

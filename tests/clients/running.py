@@ -228,9 +228,8 @@ def _watch(
     finally:
         killed = process.poll() is None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # the whole session: some clients leave helpers behind
+            # The whole session: some clients leave helpers behind
+            os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         _end_strays(folder / "home")
     time.sleep(0.2)  # until Envoy has written its log
@@ -294,8 +293,7 @@ def _list_entries(guarded: Stack) -> list[_Entry]:
             entry: dict[str, Any] = json.loads(line)
             moment = datetime.fromisoformat(entry["time"]).timestamp()
             action = entry.get("loop_action") or ""
-            if (
-                entry["status"] != HTTPStatus.UPGRADE_REQUIRED
-            ):  # by which a client is sent from WebSockets to HTTP
+            # This status sends a client from WebSockets to HTTP
+            if entry["status"] != HTTPStatus.UPGRADE_REQUIRED:
                 found.append(_Entry(moment, action == "reject", bool(action)))
     return found

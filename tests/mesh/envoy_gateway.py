@@ -166,9 +166,8 @@ def write_bootstrap(
         cluster = make_static(item["cluster"])
         del cluster["edsClusterConfig"]
         for check in cluster.get("healthChecks", ()):
-            check["noTrafficInterval"] = check[
-                "interval"
-            ]  # as for a gateway that has had traffic for a minute
+            # As for a gateway that has had traffic for a minute
+            check["noTrafficInterval"] = check["interval"]
         clusters.append({**cluster, "type": "STATIC", "loadAssignment": known[cluster["name"]]})
     listeners = [
         make_static(item["activeState"]["listener"])

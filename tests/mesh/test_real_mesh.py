@@ -182,9 +182,8 @@ def test_hung_pod_delays_no_request() -> None:
 
 def test_large_bodies(gateway: Stack) -> None:
     assert statuses(gateway, "/chat/large", 3, body=b"x" * 3_000_000) == [200, 200, 429]
-    for _ in range(
-        20
-    ):  # Istio's routes retry, and what Envoy keeps for that it must not send twice
+    # Istio's routes retry, and what Envoy keeps for that it must not send twice
+    for _ in range(20):
         data = random.randbytes(11_000_000)
         assert statuses(gateway, "/files/close", 1, body=data) == [200]
 
@@ -340,9 +339,8 @@ NOT_WAYPOINTS = {
 
 @pytest.mark.parametrize("values", NOT_WAYPOINTS.values(), ids=NOT_WAYPOINTS)
 def test_every_case_guards_named_routes(values: Values, tmp_path: Path) -> None:
-    values = merged(
-        values, {"istio": {"clusterDomain": "cluster.local"}}
-    )  # which is the domain of this Istio
+    # The domain of this Istio
+    values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})
     pushed = print_pushed(values, tmp_path)
 
     made = inspect(find_resources(ConfigPlace(pushed)), find_needs(None, 65_535))

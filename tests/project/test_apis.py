@@ -112,9 +112,8 @@ def list_words() -> list[str]:
         secrets = {key.partition(":")[2] for key in api.credentials} - {"authorization"}
         declared += [*api.headers, *secrets, *api.streamed_documents, *api.blocks, *api.locators]
         declared += [path.removesuffix(r"\Z") for path in api.paths]
-    peculiar = [
-        word for word in declared if re.fullmatch(r".*([-_/:]|[a-z][A-Z]).*", word)
-    ]  # others are words of English
+    # Others are words of English
+    peculiar = [word for word in declared if re.fullmatch(r".*([-_/:]|[a-z][A-Z]).*", word)]
     return sorted({*NAMES, *FIELDS, *peculiar})
 
 

@@ -76,9 +76,8 @@ def test_dashboard_names_no_data_source() -> None:
     assert VARIABLES["datasource"]["type"] == "datasource"
     for name in ("namespace", "job", "policy"):
         assert VARIABLES[name]["datasource"] == SOURCE
-        assert (
-            VARIABLES[name]["allValue"] == ".*"
-        )  # a Prometheus outside of Kubernetes knows no namespace
+        # A Prometheus outside of Kubernetes knows no namespace
+        assert VARIABLES[name]["allValue"] == ".*"
 
 
 @pytest.mark.parametrize("name", ["namespace", "job", "policy"])

@@ -153,9 +153,8 @@ def build(folder: Path, path: str) -> Image:  # noqa: C901, PLR0912  # an instru
             case "EXPOSE":
                 image.ports = rest.split()
             case "HEALTHCHECK":
-                image.health = json.loads(
-                    rest.partition(" CMD ")[2]
-                )  # the other form needs a shell
+                # The other form needs a shell
+                image.health = json.loads(rest.partition(" CMD ")[2])
             case "ENTRYPOINT":
                 image.entrypoint = json.loads(rest)
             case "CMD":

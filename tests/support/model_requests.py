@@ -60,9 +60,8 @@ def spelled_text(draw: Draw, text: str) -> str:
         "\t": "\\t",
     }
     found = []
-    chosen = draw(
-        st.integers(0, 4 ** len(text) - 1)
-    )  # one for each character would take most of a test's time
+    # One for each character would take most of a test's time
+    chosen = draw(st.integers(0, 4 ** len(text) - 1))
     for character in text:
         units = character.encode("utf-16-be").hex()
         escaped = "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
@@ -103,9 +102,8 @@ def spelled_number(draw: Draw, number: Number) -> str:
 
 def spelled(draw: Draw, value: Any) -> str:  # noqa: ANN401  # any JSON value
     """Any JSON text of a value."""
-    chosen = draw(
-        st.integers(0, len(_SPACES) ** 64 - 1)
-    )  # as above, for the space around up to 64 values and names
+    # As above, for the space around up to 64 values and names
+    chosen = draw(st.integers(0, len(_SPACES) ** 64 - 1))
     found = [_SPACES[chosen // len(_SPACES) ** place % len(_SPACES)] for place in range(64)]
     return _spelled(draw, value, cycle(found))
 

@@ -55,9 +55,10 @@ DOCUMENTS: dict[str, type[Any]] = {
     "coverage": CoverageDocument,
     "budgets": BudgetDocument,
 }
+# A record
 STATE = ServerState(
     "memory", "ok", False, True, 2, ["policies/a.json: /policies/0: unknown key 'thresold'"], 0
-)  # a record
+)
 
 
 @cache

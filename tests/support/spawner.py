@@ -71,9 +71,8 @@ class Spawned:
 def main() -> None:
     """Answer lines on stdin: a start with a process id, a process id with its exit code."""
     gc.disable()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the tests, which then close the input
+    # Ctrl-C is for the tests, which then close the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from extproc.cli.commands.serve import silence_grpc
 
     silence_grpc()

@@ -45,9 +45,8 @@ class Upload(NamedTuple):
 def send(port: int, upload: Upload) -> Answer:
     """Send an upload to a port on a new connection. Status 0 is a reset stream."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # else each piece waits 40 ms for the one before
+        # Without this, each piece waits 40 ms for the one before
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return _Http2(connection, upload).run() if upload.http2 else _send_http1(connection, upload)
 
 

@@ -16,9 +16,8 @@ def validate_chat(body: Mapping[str, Any]) -> None:
     from openai.types.chat import ChatCompletionContentPartTextParam, ChatCompletionMessageParam
 
     _adapt(list[ChatCompletionMessageParam]).validate_python(body["messages"])
-    content = body["messages"][2][
-        "content"
-    ]  # whose parts are an Iterable, which nothing validates before it is read
+    # The parts are an Iterable, which nothing validates before it is read
+    content = body["messages"][2]["content"]
     _adapt(str | list[ChatCompletionContentPartTextParam]).validate_python(content)
 
 
@@ -34,9 +33,8 @@ def validate_anthropic(body: Mapping[str, Any]) -> None:
     _adapt(list[MessageParam]).validate_python(body["messages"])
     result = body["messages"][2]["content"][0]
     _adapt(ToolResultBlockParam).validate_python(result)
-    content = result.get(
-        "content", ""
-    )  # whose blocks are an Iterable, which nothing validates before it is read
+    # The blocks are an Iterable, which nothing validates before it is read
+    content = result.get("content", "")
     _adapt(str | list[TextBlockParam | ImageBlockParam]).validate_python(content)
 
 

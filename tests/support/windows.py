@@ -38,14 +38,12 @@ def oracle_of(steps: Sequence[tuple[Hit, int]]) -> list[Count]:
         cooling_until = tripped + hit.cooldown_ms
         window: list[int] = []
         if hit.window_type == "sliding_log":
-            counted = [
-                time for time in counted if now - time < hit.window_ms
-            ]  # nothing comes back that has left
+            # What has left does not come back
+            counted = [time for time in counted if now - time < hit.window_ms]
             window = counted[:]
         else:
-            for time in (
-                counted
-            ):  # runs: each request joins the window of the one before, or starts another
+            # Runs: each request joins the window of the one before, or starts another
+            for time in counted:
                 anchor = (
                     window[0]
                     if window and hit.window_type == "fixed"

@@ -159,9 +159,8 @@ def other(tmp_path: Path) -> Path:
 
 
 EXPLODES = guard("b", action="explode")
-Step = tuple[
-    Mapping[str, object], str, str
-]  # changed files, active policies afterwards, refused files
+# Changed files, active policies afterwards, refused files
+Step = tuple[Mapping[str, object], str, str]
 SCENARIOS: dict[
     str, tuple[dict[str, object], list[Step], tuple[int, int]]
 ] = {  # files, steps, reloads and failures
@@ -262,9 +261,8 @@ def test_loaded_policies_are_frozen_for_the_garbage_collector(place: Place) -> N
 def count_models() -> int:
     """The number of validated documents that are still in memory."""
     gc.unfreeze()
-    return sum(
-        JsonObject in type(thing).__mro__ for thing in gc.get_objects()
-    )  # pydantic's isinstance takes a second
+    # Pydantic's isinstance takes a second
+    return sum(JsonObject in type(thing).__mro__ for thing in gc.get_objects())
 
 
 @pytest.mark.deep

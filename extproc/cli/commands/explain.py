@@ -411,9 +411,8 @@ def _describe_decision(guard: LoopGuard) -> str:
 
 def _describe_steps(guard: LoopGuard) -> str:
     first, *others = guard.detector.list_thresholds(guard.subject)
-    begins = (
-        guard.repeat.threshold if guard.repeat is not None else first
-    )  # a tool may have a threshold of its own
+    # A tool may have a threshold of its own
+    begins = guard.repeat.threshold if guard.repeat is not None else first
     later = [(step, threshold - first + begins) for step, threshold in enumerate(others, 1)]
     described = [
         f"from {threshold} on {_describe_action(guard, step)}" for step, threshold in later

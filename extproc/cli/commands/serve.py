@@ -32,9 +32,8 @@ add_flags = settings.add_flags
 
 
 def run(options: argparse.Namespace) -> int:
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # until the server handles it; by default it ends the process
+    # Until the server handles it; by default it ends the process
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     silence_grpc()
     import uvloop  # noqa: PLC0415  # only the server needs it
 

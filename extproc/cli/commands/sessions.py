@@ -62,9 +62,8 @@ def run(options: argparse.Namespace) -> int:
 
 def write_report(report: Mapping[str, Any]) -> list[str]:
     """The sessions in lines, with the steps of each if the report has any."""
-    lines = [
-        server["line"] for server in report.get("coverage", ())
-    ]  # missing for a single session
+    # Missing for a single session
+    lines = [server["line"] for server in report.get("coverage", ())]
     if report["problem"]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
     if not report["sessions"]:
@@ -183,11 +182,12 @@ def _write_run(session: Mapping[str, Any]) -> list[str]:
         else:
             about = f" of {event['tool']}" if event["tool"] else ""
             often = f", {event['times']} times" if event["times"] > 1 else ""
+            # A kill has none
             used = (
                 f", {event['used']} of {event['allowed']}"
                 if event["used"] or event["allowed"]
                 else ""
-            )  # a kill has none
+            )
             lines.append(f"  {event['at']}  refused: {event['refused']}{about}{used}{often}")
     if session["earlier_steps"]:
         lines.append(f"  {count(session['earlier_steps'], 'earlier step')} not shown")

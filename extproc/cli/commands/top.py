@@ -104,9 +104,8 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     report = _read(clients, options)
     if options.once or not sys.stdout.isatty():
-        console.print(
-            _show(report, options), end="", crop=False
-        )  # commands must stay whole to be copied
+        # Commands must stay whole to be copied
+        console.print(_show(report, options), end="", crop=False)
         return 0
     return _watch(clients, options, console, report)
 

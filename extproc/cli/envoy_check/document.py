@@ -137,9 +137,8 @@ def read_file(path: str) -> ConfigPlace:
         raise UsageError(
             f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8'}"
         ) from None
-    if text.lstrip().startswith(
-        "{"
-    ):  # dumps have megabytes, and JSON is parsed a hundred times as fast as YAML
+    # Dumps have megabytes, and JSON is parsed a hundred times as fast as YAML
+    if text.lstrip().startswith("{"):
         try:
             return ConfigPlace(msgspec.json.decode(text))
         except msgspec.DecodeError:

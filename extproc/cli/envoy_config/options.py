@@ -52,9 +52,8 @@ def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguar
 def _parse_endpoints(text: str) -> tuple[Address, ...]:
     peers = tuple(_parse_peer(item.strip()) for item in text.split(","))
     resolved = [peer.text for peer in peers if not (peer.is_unix or is_ip(peer.host))]
-    if resolved and any(
-        peer.is_unix for peer in peers
-    ):  # Envoy accepts the mix, but none becomes healthy
+    # Envoy accepts the mix, but none becomes healthy
+    if resolved and any(peer.is_unix for peer in peers):
         raise ValueError(
             f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP "
             "address"

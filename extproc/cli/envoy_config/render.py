@@ -206,9 +206,8 @@ def _render_route(route: GuardedPath, action: str, shown: Mapping[str, str | boo
         "match": _write_match(route),
         "action": action,
     }
-    return fill(
-        read_template("guarded_route"), {**values, **shown, "bounded": False}
-    )  # the bootstrap bounds all routes
+    # The bootstrap bounds all routes
+    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})
 
 
 def _write_match(route: GuardedPath) -> str:

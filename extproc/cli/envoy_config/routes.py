@@ -94,9 +94,8 @@ def _find_anchors(policy: Policy) -> Iterator[_Anchor]:
         yield _Anchor(selector.pathExact, exact=True)
     for prefix in selector.list_prefixes():
         yield _Anchor(prefix, exact=False)
-    for api in (
-        selector.list_apis() if selector.spans_apis() else ()
-    ):  # else all requests of its paths are sent
+    # Without APIs, all requests of its paths are sent
+    for api in selector.list_apis() if selector.spans_apis() else ():
         yield _Anchor("", exact=False, api=api)
 
 

@@ -82,9 +82,8 @@ def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
 
 
 def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
-    values = defaultdict[str, str | bool](
-        str, describe_guard(policies, options)
-    )  # values that no part uses are left blank
+    # Values that no part uses are left blank
+    values = defaultdict[str, str | bool](str, describe_guard(policies, options))
     found = cut_parts(read_template("bootstrap"), values)
     for name, place in _PLACES.items():
         if name == "route":

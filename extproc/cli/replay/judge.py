@@ -90,9 +90,8 @@ class Judge:
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:
             return self._engine.find_switch(request, time / 1000) is not None
-        except (
-            NotCounted
-        ):  # the switch needs a value that was not recorded; killed requests never are
+        except NotCounted:
+            # The switch needs a value that was not recorded; killed requests never are
             return False
 
     def _count(self, group: Guards) -> Counts:

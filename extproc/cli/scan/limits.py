@@ -70,9 +70,8 @@ def recommend_limits(totals: Sequence[Total]) -> dict[str, Any]:
         limits["max_calls_per_tool"] = per_tool
     costs = [total.nanos for total in going if total.nanos]
     if costs:
-        limits["max_cost_per_session"] = (
-            ceil(find_percentile(costs, _ENOUGH_FOR) / 1e7) / 100
-        )  # cents, rounded up
+        # Cents, rounded up
+        limits["max_cost_per_session"] = ceil(find_percentile(costs, _ENOUGH_FOR) / 1e7) / 100
     rows = {
         name: _describe([_list_values(total).get(name) for total in totals])
         for name in ("steps", "tool_calls")

@@ -145,9 +145,8 @@ class FollowedRequests:
         if place is None or len(messages) != len(speakers):
             raise UnknownLineError(unread or "messages that cannot be told apart", "unread")
         turns = _split_turns(messages, speakers)
-        answered = (
-            next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT
-        )  # not a request
+        # Not a request
+        answered = next((speaker for speaker in reversed(speakers) if speaker), "") == ASSISTANT
         followed = self._find_conversation(place)
         if followed is None:
             followed = self._begin(about, conversation)
@@ -358,9 +357,8 @@ def _list_first_keys(body: bytes) -> str:
 def _find_foreign(conversation: Conversation, messages: Sequence[bytes]) -> str:
     """Describe content of the newest answers in an unknown form, which would hide loops."""
     read = (part for message in conversation.read_backwards() for part in message.read_parts())
-    if all(
-        part.kind == OTHER and part.value is ABSENT for part in read
-    ):  # no content under the API's keys
+    # No content under the API's keys
+    if all(part.kind == OTHER and part.value is ABSENT for part in read):
         return "messages with their content under unknown keys"
     newest = list(islice(conversation.read_backwards(), _LOOKED_AT))
     chat = conversation.shape.path == ("messages",)

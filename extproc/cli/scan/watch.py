@@ -207,12 +207,10 @@ class Watch:
         self._done = done
         self._opening = b'{"%b":[' % key.encode()
         self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
-        self._turns: deque[AnyTurn | NotCounted] = deque(
-            maxlen=USUAL_TURNS
-        )  # newest first; or why one is unreadable
-        self._origins: deque[_Origin | None] = deque(
-            maxlen=USUAL_TURNS
-        )  # of these turns; None for copies
+        # Newest first; or why one is unreadable
+        self._turns: deque[AnyTurn | NotCounted] = deque(maxlen=USUAL_TURNS)
+        # Of these turns; None for copies
+        self._origins: deque[_Origin | None] = deque(maxlen=USUAL_TURNS)
         self._called: deque[list[str]] = deque(maxlen=USUAL_TURNS)  # tools called in these turns
         self._tools: Counter[str] = Counter()
         self._newest: _Origin | None = None
@@ -271,9 +269,8 @@ class Watch:
         called = [name for _ in range(count) for name in self._called.popleft()]
         self._tools.subtract(called)
         self._unanswered = False
-        if not self._add(
-            [*self._recent, *messages]
-        ):  # the earlier ones become unreadable, too, as live
+        # The earlier ones become unreadable, too, as live
+        if not self._add([*self._recent, *messages]):
             self._tools.update(called)
 
     def _take(self, data: bytes) -> Turn | None:

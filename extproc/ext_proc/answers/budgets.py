@@ -78,12 +78,13 @@ tokens."""
 
 def _find_tightest(budgets: list[BudgetGuard]) -> _Tightest:
     first = budgets[0].reserved if budgets else _NONE
+    # Usually
     if (
         len(first) == 1
         and len(budgets) == 1
         and first[0].limit.has_headers
         and first[0].taken is not None
-    ):  # usually
+    ):
         only = first[0]
         return budgets[0].plan.id, only, only if only.limit.unit == TOKEN_UNIT else None
     policy, least, fewest = "", 0.0, 0.0

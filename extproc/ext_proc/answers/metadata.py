@@ -108,9 +108,8 @@ def write_head(number: int, length: int) -> bytes:
         return _TAGS[number] + _LENGTHS[length]
     head = _TAGS[number]
     while length > _SEVEN_BITS:
-        head = (
-            head + _CONTINUED[length & _SEVEN_BITS]
-        )  # compiled, `+=` of bytes takes twice as long
+        # Compiled, `+=` of bytes takes twice as long
+        head = head + _CONTINUED[length & _SEVEN_BITS]
         length >>= 7
     return head + _LENGTHS[length]
 

@@ -124,9 +124,8 @@ class Job:
         document, marks = self.exchange.document, list(self.changed.marks)
         if self.noted and document is not None and len(document) <= WORTH_COUNTING:
             with suppress(NotCounted):
-                open_conversation(
-                    document
-                )  # the note's marks need it anyway; it locates the messages
+                # The note's marks need it anyway; it locates the messages
+                open_conversation(document)
         self.done = 0
 
         def change(patch: Patch) -> None:

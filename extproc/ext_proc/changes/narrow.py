@@ -253,9 +253,8 @@ class _Tools:
         for tool in tools:
             tool.group.remove(tool.place)
         for group in self._groups:
-            if group.within is None or len(group.gone) < len(
-                group.members
-            ):  # the caller removes an empty outermost group
+            # The caller removes an empty outermost group
+            if group.within is None or len(group.gone) < len(group.members):
                 self._patch.remove(group.value, group.gone)
 
     def _open(

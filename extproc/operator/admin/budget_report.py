@@ -109,9 +109,8 @@ def describe_budget(
     # A token budget is rarely exactly zero, so it is also used up if the newest request asked for
     # more than is left.
     short = row.refused_at >= row.last and row.asked > left and not row.is_over(now)
-    named = ShownRow(
-        {row.policy}, list_names(row), dict(row.hashes), budgets={row.rule}
-    )  # what orders may name
+    # What orders may name
+    named = ShownRow({row.policy}, list_names(row), dict(row.hashes), budgets={row.rule})
     described = {
         **describe_caller(row, shows_callers=shows_callers),
         "policy": row.policy,

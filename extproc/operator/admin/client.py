@@ -25,9 +25,8 @@ _DEFAULT = "http://127.0.0.1:9900"
 _FLAG = "--admin"
 _ADMIN, _SOCKET = f"{ENV_PREFIX}ADMIN", f"{ENV_PREFIX}ADMIN_SOCKET"
 _WANTED = "http://HOST:PORT or unix:/PATH"
-_MISSPELT = re.compile(
-    f"{_ADMIN}(?!_SERVICE_|_PORT)"
-)  # Kubernetes sets these variables for a Service
+# Kubernetes sets these variables for a Service
+_MISSPELT = re.compile(f"{_ADMIN}(?!_SERVICE_|_PORT)")
 
 
 def add_admin_flag(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +109,8 @@ class AdminClient:
         # ~/.netrc are not for this server.
         transport = httpx.HTTPTransport(verify=parsed.scheme == "https", trust_env=False, uds=path)
         local = path is None and parsed.scheme == "http" and Address(base, parsed.host).is_local
-        if (
-            local and parsed.host == "localhost"
-        ):  # as in `serve`; on ::1, another user's server could capture the token
+        # As in `serve`; on ::1, another user's server could capture the token
+        if local and parsed.host == "localhost":
             base = str(parsed.copy_with(host="127.0.0.1"))
         self._local_port = parsed.port if local else None
         self._client = httpx.Client(

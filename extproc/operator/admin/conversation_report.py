@@ -139,9 +139,8 @@ def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
 def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
     loops = [known.loops[id(loop)] for loop in reversed(row.loops) if loop.requests]
     newest: Mapping[str, Any] = loops[0] if loops else {}
-    stricter = {
-        loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)
-    }  # in shadow mode
+    # In shadow mode
+    stricter = {loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)}
     group = {
         "caller": row.tenant,
         "conversation": row.conversation,

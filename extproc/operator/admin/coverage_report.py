@@ -258,9 +258,8 @@ def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
 
 
 def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
-    live = any(
-        row.recent for row in document.rows
-    )  # with recent requests, older problems are no longer findings
+    # With recent requests, older problems are no longer findings
+    live = any(row.recent for row in document.rows)
     requests: Counter[tuple[str, str]] = Counter()
     for row in document.rows:
         if not _tells_why(row) and row.policy:

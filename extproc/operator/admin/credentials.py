@@ -150,9 +150,8 @@ class Credentials:
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         tokens = self.list_tokens()
         given = shown.strip().encode("utf-8", "surrogateescape")
-        good = [
-            hmac.compare_digest(given, token) for token in tokens
-        ]  # constant time: always compare with all tokens
+        # Constant time: always compare with all tokens
+        good = [hmac.compare_digest(given, token) for token in tokens]
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
             source = self._shared or "--admin-token-file"

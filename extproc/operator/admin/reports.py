@@ -126,9 +126,8 @@ def matches(row: Mapping[str, Any], selection: Selection) -> bool:
     """Whether a row is selected."""
     if selection.policy not in ("", row["policy"]):
         return False
-    if selection.tool and selection.tool not in row.get(
-        "tools", [selection.tool]
-    ):  # sessions are not separated by tool
+    # Sessions are not separated by tool
+    if selection.tool and selection.tool not in row.get("tools", [selection.tool]):
         return False
     shown, chosen = row["descriptors"] or {}, selection.caller
     pairs = [f"{name}={value}" for name, value in shown.items()]

@@ -130,9 +130,8 @@ def _suggest_more(row: Mapping[str, Any], session: str) -> str:
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    kept = [
-        order for order in orders if "budget" not in order or order.get("raises")
-    ]  # one-time grants are final
+    # One-time grants are final
+    kept = [order for order in orders if "budget" not in order or order.get("raises")]
     return {"revoke": _revoke(kept[0])} if kept else {}
 
 

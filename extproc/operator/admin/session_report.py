@@ -170,9 +170,8 @@ def describe_session(
     ended = explain_end(
         row, now, goes_on=(row.tenant, row.policy, row.mode, row.session) in running
     )
-    hashes = {
-        name: hash_descriptor(name, value) for name, value in row.caller
-    }  # empty if callers' values are not published
+    # Empty if callers' values are not published
+    hashes = {name: hash_descriptor(name, value) for name, value in row.caller}
     orders_met = orders.find(ShownRow({row.policy}, list_names(row), hashes, {row.session}))
     described = {
         "session": row.session,

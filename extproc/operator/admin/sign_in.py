@@ -76,12 +76,13 @@ class SignIn:
         if len(parts) != 4 or not self._credentials.signs_in:  # noqa: PLR2004  # as `open` joins
             return None
         ends, nonce, given, name = parts
+        # Constant time: always compare with all tokens
         known = [
             hmac.compare_digest(
                 given.encode(), self._sign_cookie(ends, nonce, name, token).encode()
             )
             for token in self._credentials.list_tokens()
-        ]  # constant time: always compare with all tokens
+        ]
         if not any(known) or time() >= int(ends):
             return None
         return Operator(unquote(name), self._sign(b"form", cookie.encode()))

@@ -71,10 +71,11 @@ RUNS: dict[str, Run] = FRAMEWORKS | {
     "ollama": run_ollama_agent,
 }
 
+# They declare their tools once, for a thread on the server
 THREADS = (
     "anthropic tool runner",
     "node, anthropic",
-)  # they declare their tools once, for a thread on the server
+)
 
 # They send their whole history, and have a key.
 SHOWING = [name for name in RUNS if name not in (*THREADS, "bedrock")]

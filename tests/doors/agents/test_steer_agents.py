@@ -25,9 +25,8 @@ STEERING = policy(
     escalate={"land": 5, "reject": 7},
     reject_status="auto",  # after 429 Vercel's SDK asks twice more
 )
-STEERING["spec"]["session"] = {
-    "keys": [f"header:{USER}"]
-}  # Anthropic's tool runner leaves its history with the server
+# Anthropic's tool runner leaves its history with the server
+STEERING["spec"]["session"] = {"keys": [f"header:{USER}"]}
 POLICIES = bundle(STEERING)
 
 

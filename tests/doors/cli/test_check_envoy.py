@@ -26,7 +26,6 @@ def test_running_envoy_has_the_findings_of_its_file(capsys: pytest.CaptureFixtur
     assert run.code == 1
     assert [item["code"] for item in told["findings"]] == ["buffer-limit", "request-timeout"]
     assert all("/static_listeners/0/listener" in item["pointer"] for item in told["findings"])
-    assert [item["code"] for item in told["notes"]] == [
-        "path-parameters"
-    ]  # the file says that it is meant
+    # The file says that it is meant
+    assert [item["code"] for item in told["notes"]] == ["path-parameters"]
     assert [route["guarded"] for route in told["routes"]] == [True, False]

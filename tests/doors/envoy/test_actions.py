@@ -139,9 +139,8 @@ def test_throttled_request_is_held_and_then_served(shared: Stack, user: dict[str
     held = time.monotonic() - started
 
     assert statuses == [200] * 4
-    assert (
-        held > 0.3 + 0.4 + 0.4 + 0.4
-    )  # counts 3 and 4, then twice max_delay_ms: the least that the holds themselves take
+    # Counts 3 and 4, then twice max_delay_ms: the least that the holds themselves take
+    assert held > 0.3 + 0.4 + 0.4 + 0.4
 
 
 def test_hold_may_outlast_envoys_message_timeout() -> None:

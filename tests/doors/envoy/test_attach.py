@@ -189,9 +189,8 @@ def test_route_chosen_late_by_a_filter_is_guarded(edit: Callable[[str], str], ac
 
     flags: dict[str, Any] = {} if acts else {"shadow_mode": "observability"}
     with stack(POLICIES, edit=lambda text: choose_late(edit(text)), **flags) as made:
-        late = send(
-            made, "/late/files", LARGE if acts else 1_000
-        )  # Envoy 1.38 may cut an observer off behind a large body
+        # Envoy 1.38 may cut an observer off behind a large body
+        late = send(made, "/late/files", LARGE if acts else 1_000)
         eventually(
             lambda: made.loopguard.metric("requests_total", policy="files") == 3, "three decisions"
         )

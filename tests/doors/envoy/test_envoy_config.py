@@ -286,9 +286,8 @@ def test_forged_envoy_headers_do_not_multiply_or_hide_requests(
     path = "/v1/chat/hang" if hangs else CHAT
     guarded.upstream.seen.clear()
     guarded.upstream.release.clear()
-    answers_late = threading.Timer(
-        0.3 * hangs, guarded.upstream.release.set
-    )  # later than any timeout that a client asks for
+    # Later than any timeout that a client asks for
+    answers_late = threading.Timer(0.3 * hangs, guarded.upstream.release.set)
     answers_late.start()
 
     statuses = guarded.repeat(path, 3, headers={"x-user": f"{forged}", **forged})

@@ -81,9 +81,8 @@ def test_sigterm_serves_until_envoy_turns_away() -> None:
     )
     with stack(holding, "--drain-delay", "3", failure_mode="allow") as made, made.connect() as held:
         made.repeat("/hold", 39)
-        held.sendall(
-            b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n"
-        )  # held for 4 s, longer than the delay
+        # Held for 4 s, longer than the delay
+        held.sendall(b"GET /hold HTTP/1.1\r\nhost: h\r\n\r\n")
         eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
 
         made.loopguard.signal(signal.SIGTERM)

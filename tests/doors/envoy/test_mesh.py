@@ -110,9 +110,8 @@ def without_health(cluster: Object) -> Object:
 @each_istio
 def test_envoy_accepts_the_patched_configuration(values: Values, tmp_path: Path) -> None:
     envoy = values.get("envoy", {})
-    newer = (
-        envoy.get("bodyMode") == "tolerant" or envoy.get("usage") == "exact"
-    )  # both need Envoy 1.38
+    # Both need Envoy 1.38
+    newer = envoy.get("bodyMode") == "tolerant" or envoy.get("usage") == "exact"
     names = [route["name"] for route in values["istio"].get("routes", [{"name": "any"}])]
     bootstrap = ROOT / "envoy" / "bootstrap.yaml"
     file = tmp_path / "envoy.yaml"
@@ -755,9 +754,8 @@ def test_istioctl_analyze_finds_nothing() -> None:
     assert found["spec"]["priority"] != 0
     for deployment in of_kind(made, "Deployment"):
         assert deployment["spec"]["template"]["metadata"]["labels"]["version"]
-        assert (
-            "version" not in deployment["spec"]["selector"]["matchLabels"]
-        )  # or no upgrade could change it
+        # Otherwise, no upgrade could change it
+        assert "version" not in deployment["spec"]["selector"]["matchLabels"]
 
 
 @pytest.mark.parametrize(("sidecar", "native"), [(False, None), (True, "true")])

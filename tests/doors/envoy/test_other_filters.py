@@ -102,9 +102,8 @@ def test_requests_refused_by_other_filters_are_no_loop(made: Stack, status: str)
     """Once they reach the upstream they are a loop, and Loopguard's refusals count."""
     user = {"x-user-id": f"user-{status}"}
 
-    refused = send(
-        made, "/a", {**user, **REFUSALS[status]}, [b"x"] * 8
-    )  # the first of a window stays
+    # The first of a window stays
+    refused = send(made, "/a", {**user, **REFUSALS[status]}, [b"x"] * 8)
     passed = made.repeat("/a", 5, body=b"x", headers=user)
 
     assert (refused, passed[-3:]) == ([int(status)] * 8, [429] * 3)

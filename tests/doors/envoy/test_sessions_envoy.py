@@ -199,9 +199,8 @@ def test_stream_reports_usage_and_times_of_model_and_tools(bank: Bank, session: 
         steps = bank.find(session, actual_cost=0.14, estimated_cost=0.0, reserved_cost=0.0)["steps"]
         return steps if steps[1]["tools"] and steps[1]["tool_seconds"] >= 0.3 else None
 
-    steps = eventually(
-        find_steps, "the time of the tools"
-    )  # each replica knows when it let a step through
+    # Each replica knows when it let a step through
+    steps = eventually(find_steps, "the time of the tools")
     assert [(step["tools"], step["tool_errors"], step["output_tokens"]) for step in steps] == [
         ([], 0, 7),
         (["scan"], 1, 7),

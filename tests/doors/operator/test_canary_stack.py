@@ -78,10 +78,11 @@ def test_canary_status_counts_traffic_through_envoy(
         2,
     )
     canary = one.loopguard.ask("/canary")["canaries"][0]
+    # Under the default rules
     assert (canary["policy"], canary["verdict"]) == (
         "strict",
         "keep_watching",
-    )  # under the default rules
+    )
     assert (
         one.loopguard.metric(
             "canary_refusals_total", policy="strict", canary_of="live", refusal="extra"

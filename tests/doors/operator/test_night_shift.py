@@ -147,9 +147,10 @@ def test_a_night_ends_with_the_commands_that_top_shows(made: tuple[Stack, dict[s
         (outage, "block"),
     ):
         shift.order(row, verb)
+    # As typed
     eventually(
         lambda: all(len(orders) == 5 for orders in shift.list_orders()), "all orders everywhere"
-    )  # as typed
+    )
 
     shift.check_orders()
 

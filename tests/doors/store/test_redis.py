@@ -868,10 +868,11 @@ def test_steps_are_split_into_short_scripts(
 
     found = driver.account(steps)
 
+    # Unknown yet
     assert one.commands().get("evalsha", 0) + one.commands().get("eval", 0) - before in (
         scripts,
         scripts + 1,
-    )  # unknown yet
+    )
     assert [standing.steps for standing in found] == [number // 4 + 1 for number in range(100)]
 
 

@@ -18,11 +18,12 @@ from tests.support.harness import PATIENCE
 from tests.support.transport import until
 
 FLOOD, INNOCENT = "127.0.0.2", "127.0.0.3"
+# Bounds of handshakes that a turn begins, of all, and of connections
 BEGUN_PER_TURN, UNDER_WAY, WAITING = (
     4,
     128,
     1_000,
-)  # bounds of handshakes that a turn begins, of all, and of connections
+)
 
 
 class Place:

@@ -348,9 +348,8 @@ async def test_calls_begun_after_goaway_are_answered() -> None:
 
 async def test_new_connection_is_refused_where_all_are_busy() -> None:
     async with open_door(make_service(policy("p", ANY), max_connections=2)) as door:
-        live = [
-            await door.greet(HELLO + opening(1)) for _ in range(3)
-        ]  # one more than the bound makes room for
+        # One more than the bound makes room for
+        live = [await door.greet(HELLO + opening(1)) for _ in range(3)]
         with pytest.raises((AssertionError, ConnectionResetError)):
             await door.innocent()
         for client in live:

@@ -547,9 +547,8 @@ def test_envoy_rejects_a_server_of_another_name(guarded: Guarded, tmp_path: Path
     envoy = Envoy(tmp_path, read_options(EnvoyOptions, options))
     try:
         other = Stack(tmp_path, made.upstream, made.loopguard, envoy)
-        eventually(
-            lambda: listens(envoy.port), "Envoy's listener"
-        )  # it waits for the first health check
+        # It waits for the first health check
+        eventually(lambda: listens(envoy.port), "Envoy's listener")
         statuses = {other.send("/loop", headers={"x-user-id": "victim"}).status for _ in range(5)}
     finally:
         envoy.stop()

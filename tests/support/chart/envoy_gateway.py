@@ -8,10 +8,11 @@ from typing import Any
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string", "minLength": 1}
+# Gateway API's, GEP-2257
 DURATION: Schema = {
     "type": "string",
     "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$",
-}  # Gateway API's, GEP-2257
+}
 QUANTITY: Schema = {"type": "string", "pattern": "^[1-9][0-9]*(Ki|Mi|Gi)?$"}
 LIMIT: Schema = {"type": "integer", "minimum": 0, "maximum": 4_294_967_295}
 ATTRIBUTE: Schema = {

@@ -84,9 +84,8 @@ def _find(bootstrap: Object, place: str, match: Object) -> Iterator[Object]:
     elif place == "CLUSTER":
         for cluster in bootstrap["static_resources"]["clusters"]:
             if cluster["name"] == match["cluster"]["name"]:
-                cluster.pop(
-                    "typed_extension_protocol_options"
-                )  # what an Any holds is replaced as a whole
+                # What an Any holds is replaced as a whole
+                cluster.pop("typed_extension_protocol_options")
                 yield cluster
     else:
         assert place == "HTTP_ROUTE"

@@ -5,10 +5,11 @@ Keys that the chart does not use are left out, and so refused. No package has th
 
 from tests.support.chart.envoy_gateway import TEXT, Schema, a_list, a_map, an_object
 
+# What Go's time.ParseDuration takes
 _DURATION: Schema = {
     "type": "string",
     "pattern": "^[1-9][0-9]*[smh]$",
-}  # what Go's time.ParseDuration takes
+}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _URL: Schema = {"type": "string", "pattern": "^https?://[^/]+"}
 

@@ -22,10 +22,11 @@ from tests.support.chart import CHART
 from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, fits, written
 from tests.support.documents import bundle, policy
 
+# The code behind `explain` is compiled
 pytestmark = [
     pytest.mark.usefixtures("_no_settings"),
     pytest.mark.compiled,
-]  # what explains is compiled
+]
 
 
 # validate

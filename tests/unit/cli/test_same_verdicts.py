@@ -243,9 +243,8 @@ def read_scanned(printed: str, errors: str) -> str:
     if not report["conversations"]:
         assert "no file contains a conversation" in errors
         return NO_MESSAGES
-    return (
-        LOOP if any(found["ends"] == found["calls"] for found in report["found"]) else NONE
-    )  # its newest call
+    # Its newest call
+    return LOOP if any(found["ends"] == found["calls"] for found in report["found"]) else NONE
 
 
 @pytest.mark.parametrize("name", CASES)

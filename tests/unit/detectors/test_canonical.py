@@ -205,9 +205,8 @@ def test_half_of_a_surrogate_pair_is_a_character(one: list[str], other: list[str
     ]
 
     for text, compared in zip(texts, found, strict=True):
-        if (
-            compared is None
-        ):  # behind an escaped backslash what looks like the first half of a pair is none
+        # Behind an escaped backslash what looks like the first half of a pair is none
+        if compared is None:
             assert re.search(r"\\\\[uU]?d83[de]\\u[dD][eE]00", text), text
     if None not in found:
         assert (found[0] == found[1]) == (json.loads(texts[0]) == json.loads(texts[1]))

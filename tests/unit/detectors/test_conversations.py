@@ -64,9 +64,8 @@ def test_every_loop_is_found_and_nothing_else(api: str, habit: str) -> None:
             "windows without words, without the task and sent again: nothing tells an innocent "
             "run from a loop"
         )
-    if (
-        api in SILENT and kept.turns
-    ):  # with a name for each as well: in a window, calls without a word are soon alike
+    # With a name for each as well: in a window, calls without a word are soon alike
+    if api in SILENT and kept.turns:
         assert [run for run in verdicts.refused if not run.loops] == []
     else:
         check(runs, verdicts)

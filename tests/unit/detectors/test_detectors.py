@@ -125,9 +125,8 @@ def test_each_detector_has_its_own_keys() -> None:
             strict=True,
         )
     ]
-    assert (
-        len({key.rpartition(":")[2] for key in found[:2]}) == 1
-    )  # the fingerprint is what is compared
+    # The fingerprint is what is compared
+    assert len({key.rpartition(":")[2] for key in found[:2]}) == 1
     assert len(set(found)) == 6
 
 

@@ -327,9 +327,8 @@ def test_unknown_fields_and_any_order_are_accepted() -> None:
 
 def test_flags_of_envoy_itself_are_no_failure() -> None:
     message = StreamAccessLogsMessage.FromString(log({}))
-    message.http_logs.log_entry[0].common_properties.response_flags.MergeFromString(
-        b"\x60\x01"
-    )  # rate_limited
+    # rate_limited
+    message.http_logs.log_entry[0].common_properties.response_flags.MergeFromString(b"\x60\x01")
 
     assert not read_message(message.SerializeToString())[0][0].failed
 

@@ -58,9 +58,8 @@ def test_tenant_uses_up_only_its_own_time() -> None:
     assert use_up(budget, "greedy", 0.0) == pytest.approx(BURST_SECONDS / 0.05, abs=1)
     assert all(budget.allows(f"tenant {number}", 0.0) for number in range(100))
     later = use_up(budget, "greedy", 0.5)
-    assert later == pytest.approx(
-        0.5 * SHARE / 0.05, abs=3
-    )  # its own part, which it may exceed by one body
+    # Its own part, which it may exceed by one body
+    assert later == pytest.approx(0.5 * SHARE / 0.05, abs=3)
 
 
 @pytest.mark.slow

@@ -21,9 +21,8 @@ from tests.support.examples import examples
 from tests.support.model_requests import HOSTILE, spelled
 from tests.support.turn_writers import SHAPES, Did
 
-Choice = (
-    str | tuple[str, str | list[str]] | None
-)  # a mode; a tool; or a mode and the tools that it is about
+# A mode; a tool; or a mode and the tools that it is about
+Choice = str | tuple[str, str | list[str]] | None
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 _NAMES = ("pay", "read", "write")

@@ -81,12 +81,13 @@ def test_fingerprint_does_not_depend_on_chunks_or_headers() -> None:
     names = [told["fingerprint"] for told in found]
     assert names == [names[0]] * 3 + [names[3]] + [names[0]] * 3 + [names[3]]
     assert names[0] != names[3]
+    # Nothing was detected
     assert set(found[0]) == {
         "fingerprint",
         "tenant",
         "body_crc32",
         "record",
-    }  # though nothing was detected
+    }
     assert found[0]["body_crc32"] == found[0]["record"]["body_crc32"] == write_crc32(crc32(data))
 
 
@@ -401,9 +402,8 @@ def described(
 
 
 TOKEN = ("authorization", "Bearer e30.eyJvcmdfaWQiOiAib3JnLWFiYyJ9.x")  # {"org_id": "org-abc"}
-MANY = [
-    (f"x-{number}", "v") for number in range(MAX_HEADERS - 4)
-]  # beside the three of every request
+# Beside the three of every request
+MANY = [(f"x-{number}", "v") for number in range(MAX_HEADERS - 4)]
 
 
 @pytest.mark.parametrize(

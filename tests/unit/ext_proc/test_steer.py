@@ -450,10 +450,11 @@ def test_shadow_policy_never_steers() -> None:
     )
     assert sample(service, "unsteered_total", policy="s", reason="no_result") == 0
     assert sample(service, "requests_total", policy="s", mode="shadow", action="steer") == 3
+    # Bytes of the body
     assert [evaluation.steers for evaluation in keeping if evaluation is not None] == [
         0,
         2**20,
-    ]  # bytes of the body
+    ]
 
 
 @pytest.mark.sources  # compiled classes keep their methods

@@ -345,9 +345,8 @@ def test_log_line_of_a_refusal_has_a_valid_command(caplog: pytest.LogCaptureFixt
         f"loopguard grant --caller {line['tenant']} --policy p --budget 'per day' --amount 5 "
         "--for 1d"
     )
-    assert (
-        main([*shlex.split(line["command"])[1:], "--admin", "http://127.0.0.1:9"]) == 1
-    )  # well formed; no server there
+    # Well formed; no server there
+    assert main([*shlex.split(line["command"])[1:], "--admin", "http://127.0.0.1:9"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -330,9 +330,8 @@ def test_page_and_top_show_the_same_state(
     clock, made = Ahead(monkeypatch), Operated(*policies)
     clock.seconds = -ago
     loop(made)
-    for seconds, kind in enumerate(
-        kinds, 20
-    ):  # whole minutes are left, even if this takes some seconds
+    # Whole minutes are left, even if this takes some seconds
+    for seconds, kind in enumerate(kinds, 20):
         clock.seconds = seconds
         if kind == "request":
             loop(made)

@@ -315,9 +315,8 @@ def test_release_clears_the_sessions_ring() -> None:
     apply_orders(service, order(RELEASE, Target(session=hash_descriptor("header:session-id", "s"))))
 
     assert send_all(service, [turn(n) for n in range(5, 8)], session_id="s") == [200, 200, 429]
-    assert send_all(service, [turn(8)], session_id="t") == [
-        429
-    ]  # the caller's other sessions still cool down
+    # The caller's other sessions still cool down
+    assert send_all(service, [turn(8)], session_id="t") == [429]
 
 
 def test_release_clears_local_windows_without_a_store() -> None:

@@ -420,9 +420,8 @@ def make_table(session: str = SESSION) -> SessionTable:
 
 def test_run_report_lists_each_step() -> None:
     with admin_of(make_table(), shows=True) as client:
-        (listed,) = client.ask("/sessions", params={"tool": "other", "price": "x"})[
-            "sessions"
-        ]  # which are about loops
+        # These are about loops
+        (listed,) = client.ask("/sessions", params={"tool": "other", "price": "x"})["sessions"]
         (run,) = client.ask(f"/sessions/{SESSION}")["sessions"]
         hidden = [
             client.ask(path, headers={"host": "evil.example"})

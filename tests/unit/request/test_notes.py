@@ -99,10 +99,11 @@ def test_note_is_recognised_with_any_escapes(written: str) -> None:
     note = json.dumps([framed("a/b <c> & d's \u00e9 \U0001f400", MARKS)])
 
     assert cut(note.replace("/", written)) == '[""]'
+    # The first character of an opening
     assert (
         cut(note.replace("<", "\\u003c").replace("'", "\\u0027").replace("a", "\\u0061", 1))
         != '[""]'
-    )  # in OPENING
+    )
     assert cut(note.replace("<", "\\u003c").replace("'", "\\u0027")) == '[""]'
     assert cut(json.dumps(json.loads(note), ensure_ascii=False)) == '[""]'
     assert cut(note, None) == note  # without a conversation none is known

@@ -280,9 +280,8 @@ def list_wrong(
     ["whole", "whole, retries", "newest 2 results kept", "last 5 turns, no opening, retries"],
 )
 def test_limits_of_interleaved_conversations_are_exact(habit: str, limit: str) -> None:
-    silent = (
-        [] if HABITS[habit].turns else ["gemini", "ollama"]
-    )  # windows of agents that say nothing are all alike in a loop
+    # Windows of agents that say nothing are all alike in a loop
+    silent = [] if HABITS[habit].turns else ["gemini", "ollama"]
     for number, api in enumerate(["chat", "responses", "anthropic", "bedrock", *silent]):
         random = Random(f"{habit}{api}")
         assert (

@@ -268,11 +268,12 @@ def test_client_that_leaves_while_delayed_uses_nothing(waits: bool) -> None:
     (run,) = service.reporter.sessions.copy()
     standing = run.standing
     assert standing.reserved == (2 * once if waits else once) > 0
+    # The same again is a retry
     assert (standing.steps, standing.blocks, standing.consecutive_blocks) == (
         1,
         0,
         0,
-    )  # the same again is a retry
+    )
     assert service.holds.held == 0
 
 

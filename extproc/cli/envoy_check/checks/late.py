@@ -53,9 +53,8 @@ def check_late_routes(guard: Guard) -> Iterator[Finding]:
             continue
         behind = number > filters.index(guard.filter)
         first = unguarded if behind else left_out  # routes whose requests have bypassed Loopguard
-        anywhere = not covered and (
-            behind or guard.filter.place.get("disabled").flag()
-        )  # requests without a first route
+        # Requests without a first route
+        anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())
         if any(is_on(item, route) for route in first) or (
             anywhere and not item.place.get("disabled").flag()
         ):

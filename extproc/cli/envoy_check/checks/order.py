@@ -48,9 +48,8 @@ def check_refusals(guard: Guard) -> Iterator[Finding]:
             continue
         right = f"{item.name} before {guard.filter.name}"
         if guard.filter.is_of_envoy_gateway:
-            kind = item.name.partition("/")[
-                0
-            ]  # filterOrder takes the first part of a filter's name
+            # filterOrder takes the first part of a filter's name
+            kind = item.name.partition("/")[0]
             right = (
                 f"spec.filterOrder of the EnvoyProxy: [{{name: envoy.filters.http.ext_proc, "
                 f"after: {kind}}}]"
