@@ -119,7 +119,8 @@ def _write_alarms(report: Mapping[str, Any]) -> list[Text]:
     from rich.text import Text  # noqa: PLC0415  # only this command needs it
 
     lost = report.get("lost") and f"{report['lost']}; this was shown at {report['at'][11:19]} UTC"
-    return [Text(escape_controls(line), "bold red") for line in (lost, report["problem"]) if line]
+    old = report["problem"] and f"{report['problem']}; other replicas' rows are missing or old"
+    return [Text(escape_controls(line), "bold red") for line in (lost, old) if line]
 
 
 def _crop(table: list[list[Text]], room: int) -> list[list[Text]]:

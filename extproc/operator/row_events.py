@@ -191,7 +191,7 @@ class BudgetEvents(RowEvents):
 
     def _describe(self, row: BudgetRow) -> dict[str, object]:
         whole, left = row.limit / row.units, row.find_left(row.told) / row.units
-        asked = row.asked / row.units or max(0.0, whole - left) / max(1, row.requests)
+        asked = max(row.asked / row.units, (whole - left) / max(1, row.requests - row.refused))
         grant = write_budget_grant(row.tenant, row.policy, row.rule, whole, left, asked)
         release = write_breaker_release(row.tenant, row.policy) if row.orderable else None
         reset = row.find_reset_ms(row.told)

@@ -87,7 +87,8 @@ def suggest_for_budget(row: Mapping[str, Any], *, asked: float, orderable: bool)
     `BudgetRow`.
     """
     whole, left = float(row["limit"]), float(row["left"])
-    asked = asked or max(0.0, float(row["used"])) / max(1, row["requests"])
+    # What a request reserves may be far below what it costs.
+    asked = max(asked, float(row["used"]) / max(1, row["requests"] - row["refused"]))
     free = ""
     if row["open"] and orderable:
         free = write_breaker_release(row["caller"], row["policy"])

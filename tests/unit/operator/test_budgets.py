@@ -15,7 +15,7 @@ from extproc.cli.commands.ordering import make_order
 from extproc.cli.main import main, make_parser
 from extproc.engine.settlements import Settled
 from extproc.operator.admin.budget_report import NO_BUDGETS
-from extproc.operator.admin.row_commands import suggest_for_session
+from extproc.operator.admin.row_commands import suggest_for_budget, suggest_for_session
 from extproc.operator.admin.row_states import read_time
 from extproc.operator.row_events import BudgetEvents
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
@@ -492,3 +492,15 @@ def test_budget_grant_has_no_default_duration(monkeypatch: pytest.MonkeyPatch) -
 
     assert [order.get("seconds") for order in sent] == [None, DAY, DAY]
     assert json.dumps(sent)
+
+
+def test_grant_covers_what_requests_really_cost() -> None:
+    row = {
+        "caller": "c", "policy": "p", "rule": "r", "budget": "1d", "open": False, "orders": [],
+        "limit": 0.5, "left": -0.1, "used": 0.6, "used_percent": 120.0, "requests": 10,
+        "refused": 6,
+    }  # fmt: skip
+
+    commands = suggest_for_budget(row, asked=0.004, orderable=True)
+
+    assert commands["free"].endswith("--amount 0.85 --for 1d")  # five requests of $0.15, and $0.10
