@@ -36,7 +36,8 @@ KEYS_HEAD = """`loopguard schema` prints the JSON Schema, for editors. Every obj
 METRICS_HEAD = "Loopguard serves these at `/metrics` of the admin port."
 
 REASONS_HEAD = """`loopguard_uncounted_total` and `loopguard doctor` have these reasons. If one
-detector cannot use a body, others still do."""
+detector cannot use a body, others still do. Reasons with spaces are findings of
+`doctor` alone: it lists requests that were counted, but need attention."""
 
 
 def make_page() -> str:
