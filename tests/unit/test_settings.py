@@ -67,7 +67,7 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("log_format", ["json"], "json", "json", "json"),
     ("log_level", ["debug"], "error", "debug", "error"),
     ("show_callers", [], "true", True, True),
-    ("show_results", ["0"], "200", 0, 200),
+    ("show_results", ["80"], "200", 80, 200),
     ("events", ["-"], "/a", "-", "/a"),
     ("events_secret_file", ["/a"], "/b", "/a", "/b"),
     ("events_ca", ["/a"], "/b", "/a", "/b"),
