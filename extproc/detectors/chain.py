@@ -133,9 +133,8 @@ class ChainPlace:
             message.
         near: how many of these are within the newest turn, or directly before it.
         own: the last two turns; empty if there are fewer.
-        before: the two turns before the newest; empty if there are fewer. If `answer` is given, it
-            only shows that the conversation has gone on: the turn before the newest, or the node of
-            a window without the user's first message.
+        before: the two turns before the newest; empty if there are fewer. If `answer` is given, the
+            turn before the newest, or the node of a window without the user's first message.
         answer: the newest of two turns, or a single one without the user's first message; else
             empty.
         depth: number of turns.

@@ -2,7 +2,8 @@
 --
 -- KEYS     for each turn, all in one hash slot: its node, the caller's usage, its parent's suffix, its own and its answer (the
 --          node's key if there is none), and its possible parents, longest history first. A single turn may come with its first
---          key only; then it begins a conversation, and nothing is charged
+--          key only; then it begins a conversation, and nothing is charged. With an answer, the parent's answer replaces its
+--          suffix
 -- ARGV     for each turn, or once if they are the same for all, eleven values: the node (8 bytes), the number of parents, how
 --          many of these are near, whether there is a suffix of the parent, one of the node, and an answer (1 or 0 for each), the
 --          entry, ttl_ms, most (bytes), the fresh name, now_ms (-1: the server's clock)
@@ -15,7 +16,7 @@
 local VERSION = 2
 local HEAD, HEAD_SIZE = '>BBI8I4I4c8c8c8BBc8B', 53
 local USAGE, USAGE_SIZE = '>BBI8I4I8', 22
-local MAX_ENTRIES, MAX_RETRIES, MAX_RUNS = 32, 3, 255
+local MAX_ENTRIES, MAX_RETRIES, MAX_RUNS, MOST_SENT_AGAIN = 32, 3, 255, 2
 local CUT_MS, FIRST_MS, OVERHEAD, GARBAGE_MS = 120000, 600000, 128, 1000
 local WHOLE, AMBIGUOUS, DROPPED, NAMED, CONTINUED = 1, 2, 4, 8, 16
 local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 11, 5 -- the keys beside the parents
@@ -127,6 +128,27 @@ local function leave_common(one, other)
   return table.concat(kept)
 end
 
+local function go_on(node, before, id, entry, stays, first)
+  local entries, depth, runs = before.entries, before.depth + 1, math.max(before.runs, 1)
+  local most = math.min(MAX_RETRIES * runs, MAX_RUNS - 1)
+  if not stays then
+    before.retries = before.retries - math.floor(before.retries / runs)
+    before.runs = runs - 1
+  elseif before.retries > most then
+    before.retries = before.retries - (runs - 1)
+  else
+    if before.retries > 0 then
+      local _, newest = count_entries(entries)
+      entries, depth = string.sub(entries, 1, newest - 1), before.depth
+    end
+    before.retries = before.retries + 1
+  end
+  local made = make(before.flags, depth, before.conversation, id, add(entries, entry))
+  made.life = first
+  if node then made.next, made.runs, made.name, made.names = node.next, node.runs, node.name, node.names end
+  return made
+end
+
 local function is_retry(node, base, entry)
   if not base or base.runs == 0 then return true end
   return node.retries < MAX_RETRIES and leave_common(node.entries, add(base.entries, entry)) == node.entries
@@ -159,6 +181,19 @@ local function make_suffix(old, node, id)
   return suffix
 end
 
+local function make_answer(old, node, id, stays)
+  local answer = make(node.flags, node.depth, node.conversation, id, node.entries)
+  answer.runs = 1
+  if stays then
+    answer.retries = 1
+    if old then answer.runs, answer.retries = math.max(old.runs, 1), math.max(old.retries, 1) end
+  elseif old then
+    answer.runs = math.min(old.runs + 1, MAX_RUNS)
+    if old.runs > MOST_SENT_AGAIN and old.depth < node.depth then answer.entries, answer.depth = old.entries, old.depth end
+  end
+  return answer
+end
+
 local function charge(key, cost, most, window, now)
   local value, started, used = get(key), now, 0
   if #value == USAGE_SIZE and string.byte(value) == VERSION then
@@ -172,19 +207,18 @@ local function charge(key, cost, most, window, now)
 end
 
 local function follow(keys, id, is_root, near, has_before, has_own, has_answer, entry, ttl, most, fresh, now)
-  local node, before, own = open(keys[1], now), has_before and open(keys[3], now) or nil, nil
-  if has_own then
-    if has_before and keys[3] == keys[4] then own = before else own = open(keys[4], now) end
-  end
-  local is_own = (has_own and keys[3] == keys[4]) or (has_answer and keys[3] == keys[5])
-  if before and is_own and before.depth <= 1 and before.writer == id then before = nil end
-  local is_continued = before ~= nil
-  if has_answer then before = nil end
-  local known, parent, parent_key = before and not has(before.flags, AMBIGUOUS), nil, nil
+  local node, last, before = open(keys[1], now), has_before and open(keys[3], now) or nil, nil
+  local is_own, stays = has_own and keys[3] == keys[4], has_answer and keys[3] == keys[5]
+  local is_continued = last ~= nil and not ((is_own or stays) and last.depth <= 1 and last.writer == id)
+  local known = is_continued and has_own and not has(last.flags, AMBIGUOUS) and not (has_answer and fresh ~= '')
+  if known or (is_continued and not has_answer) then before = last end
+  local parent, parent_key = nil, nil
   for place = WIDTH + 1, known and math.min(WIDTH + near, #keys) or #keys do
     parent, parent_key = open(keys[place], now), keys[place]
+    if parent and has_answer and known and parent.runs == 0 and parent.conversation == last.conversation then parent = nil end
     if parent then break end
   end
+  if parent and has_answer then before = nil end
   is_continued = is_continued or parent ~= nil or (node ~= nil and has(node.flags, CONTINUED))
   local claims, first = parent and parent.runs > 0, math.min(FIRST_MS, ttl)
   local linked = known and not parent
@@ -197,6 +231,9 @@ local function follow(keys, id, is_root, near, has_before, has_own, has_answer, 
       node, begins = make(WHOLE, 0, id, id, ''), true
       node.life = first
     end
+  elseif before and has_answer then
+    node = go_on(node, before, id, entry, stays, first)
+    changed[1] = { keys[3], before }
   elseif node and (forks or is_retry(node, base, entry)) then
     shown = not forks and repeat_turn(node, before, entry, is_continued) or nil
   else
@@ -239,15 +276,20 @@ local function follow(keys, id, is_root, near, has_before, has_own, has_answer, 
   node.last = now
   changed[#changed + 1] = { keys[1], node }
   local cost = measure(node)
+  local lasts = has_own and node.depth > 1 and ttl or node.life
   if has_own then
-    local suffix = make_suffix(own, node, id)
-    suffix.last, suffix.life = now, node.depth > 1 and ttl or node.life
+    local old = last
+    if not is_own then old = open(keys[4], now) end
+    local suffix = make_suffix(old, node, id)
+    suffix.last, suffix.life = now, lasts
     changed[#changed + 1] = { keys[4], suffix }
     cost = cost + measure(suffix)
   end
   if has_answer then
-    local answer = make(AMBIGUOUS, 0, id, id, '')
-    answer.last, answer.life = now, node.life
+    local old, answer = last, nil
+    if has_own and not stays then old = open(keys[5], now) end
+    if has_own then answer = make_answer(old, node, id, stays) else answer = make(AMBIGUOUS, 0, id, id, '') end
+    answer.last, answer.life = now, lasts
     changed[#changed + 1] = { keys[5], answer }
     cost = cost + measure(answer)
   end

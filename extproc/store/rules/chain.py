@@ -14,6 +14,12 @@ An equal request is a retry. After `MAX_RETRIES`, it is a turn of a client that 
 messages, but only if its conversation is known from another node: first requests of runs with the
 same examples are equal, too.
 
+A window of two turns shares only one turn with the next one. So this turn alone is a suffix, too,
+called the **answer**. Equal runs side by side send equal windows, so each window replaces the
+answer's entries. Only a turn that equals the one before it makes them longer each time: once, then
+after `MAX_RETRIES` for each conversation that stands there, and then once for all of them. While
+several conversations stand there, others that arrive leave the answer the shorter history.
+
 If names are requested, each conversation has one. A request without history gets a fresh name,
 which is queued at its node. A child takes the oldest name in the queue of its parent, or else of
 its suffix. If both are empty, an equal request is a
@@ -33,6 +39,8 @@ from extproc.store.rules.ring import split_records
 MAX_ENTRIES: Final = 32
 MAX_RETRIES: Final = 3
 _MAX_RUNS: Final = 255
+_MOST_SENT_AGAIN: Final = 2
+"""This many conversations may stand at an answer because one has sent its requests again."""
 
 CUT_MS: Final = 120_000
 """Lifetime of a node after all of its conversations have left it, because one may return."""
@@ -68,11 +76,11 @@ class ChainLink(NamedTuple):
         parents: keys of possible parents, longest history first; empty for a request without
             history.
         near: how many of these lack only messages of the newest turn.
-        before: key of the parent's suffix; empty if it has fewer than two messages. If `answer` is
-            given, its value links no conversations, but shows that one has gone on.
+        before: key of the parent's suffix, or of its answer if there is one; empty if it has fewer
+            than two messages.
         own: key of the node's suffix; empty if it has fewer than two messages.
-        answer: key of a value that shows the next request's conversation to have gone on; empty if
-            `own` suffices.
+        answer: key of the node's answer; empty if `own` suffices. Without `own`, it only shows that
+            the next request's conversation has gone on.
         usage: key of the caller's memory usage.
         node: 8 bytes that identify the node.
         entry: up to 64 bytes, or 8 if names are requested; not used for a request without history.
@@ -114,7 +122,7 @@ class Trail(NamedTuple):
 
 
 class _Knot:
-    """The state of a node, or of a suffix.
+    """The state of a node, of a suffix, or of an answer.
 
     Attributes:
         flags: whether it is whole, ambiguous, or known from another node.
@@ -125,7 +133,7 @@ class _Knot:
         writer: the node that wrote it; itself for a node.
         next: the child that continues the conversation; other children begin one.
         runs: number of conversations that have reached it and not left it.
-        retries: number of retries.
+        retries: number of retries; for an answer, of turns that equal the one before.
         name: the newest name that reached it.
         names: the queue of names for children, oldest first.
         entries: the entries, each with a byte for its length before it.
@@ -197,13 +205,9 @@ Write = Callable[[str, bytes, int], None]
 def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node = _read(read, asked.key, now)
-    own, before, continued = _find_suffixes(read, asked, now)
-    known = before is not None and not before.flags & _AMBIGUOUS
-    parent_key, parent = _find_parent(
-        read, asked.parents[: asked.near] if known else asked.parents, now
-    )
-    linked = known and parent is None
-    continued |= parent is not None or (node is not None and node.flags & _CONTINUED != 0)
+    last, before, parent_key, parent, continued = _find_base(read, asked, now)
+    linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
+    continued |= node is not None and node.flags & _CONTINUED != 0
     is_new = begins = node is None
     name, comes, forks = (
         _find_name(node, parent, before, asked) if asked.fresh else (b"", False, False)
@@ -212,6 +216,9 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     ours = b""
     if not asked.parents:
         node = _begin(node, asked)
+    elif before is not None and asked.answer:
+        node = _go_on(node, before, asked)
+        changed[asked.before] = before
     elif node is not None and (forks or _is_retry(node, before if linked else parent, asked.entry)):
         ours = b"" if forks else _repeat(node, before, asked, continued=continued)
     else:
@@ -226,7 +233,7 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
         node.give(name)
     node.last = now
     changed[asked.key] = node
-    ends = _make_ends(own, node, asked, now)
+    ends = _make_ends(read, {asked.before: last}, node, asked, now)
     cost = sum([knot.size for knot in (node, *ends.values())])
     changed |= ends
     dropped = is_new and not _charge(read, write, asked, cost, now, begins=begins)
@@ -236,29 +243,33 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     return Trail(split_entries(ours or node.entries), node.flags & _WHOLE != 0, dropped, name)
 
 
-def _find_suffixes(
+def _find_base(
     read: Read, asked: ChainLink, now: int
-) -> tuple[_Knot | None, _Knot | None, bool]:
-    """The suffixes of the node and of its parent; whether one shows that a conversation goes on."""
-    before = _read(read, asked.before, now)
-    own = before if asked.own == asked.before else _read(read, asked.own, now)
-    if (
-        before is not None
-        and before.depth <= 1
-        and before.writer == asked.node
-        and asked.before in (asked.own, asked.answer)
-    ):
-        before = None  # written by equal requests, in which the last answers are equal, too
-    return own, None if asked.answer else before, before is not None
+) -> tuple[_Knot | None, _Knot | None, str, _Knot | None, bool]:
+    """What a request continues.
 
-
-def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _Knot | None]:
-    """The first of these keys with a node, and the node; None if there is none."""
-    for key in parents:
-        knot = _read(read, key, now)
-        if knot is not None:
-            return key, knot
-    return "", None
+    Returns:
+        the value of `before`, this again if it is a suffix or an answer to continue, key and node
+        of the parent, and whether one of these shows that a conversation goes on.
+    """
+    last = _read(read, asked.before, now)
+    continued = last is not None and not (
+        last.depth <= 1 and last.writer == asked.node and asked.before in (asked.own, asked.answer)
+    )  # else equal requests wrote it, in which the last answers are equal, too
+    known = last is not None and continued and asked.own != "" and not last.flags & _AMBIGUOUS
+    if asked.answer:
+        known = known and not asked.fresh
+    before = last if known or (continued and not asked.answer) else None
+    for key in asked.parents[: asked.near] if known else asked.parents:
+        parent = _read(read, key, now)
+        if parent is not None and not (
+            asked.answer
+            and before is not None
+            and parent.runs == 0
+            and parent.conversation == before.conversation
+        ):
+            return last, None if asked.answer else before, key, parent, True
+    return last, before, "", None, continued
 
 
 def _find_name(
@@ -286,6 +297,27 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
         node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
         node.life = min(FIRST_MS, asked.ttl_ms)
     return node
+
+
+def _go_on(node: _Knot | None, before: _Knot, asked: ChainLink) -> _Knot:
+    """Continue a conversation that is known by its answer; returns its node."""
+    entries, depth, runs = before.entries, before.depth + 1, max(before.runs, 1)
+    most = min(MAX_RETRIES * runs, _MAX_RUNS - 1)
+    if asked.before != asked.answer:
+        before.retries -= before.retries // runs  # its share
+        before.runs = runs - 1
+    elif before.retries > most:
+        before.retries -= runs - 1
+    else:
+        if before.retries > 0:
+            entries, depth = b"".join(split_records(entries, 0)[:-1]), before.depth
+        before.retries += 1
+    entries = _add(entries, asked.entry)
+    made = _Knot(before.flags, depth, before.conversation, asked.node, entries)
+    made.life = min(FIRST_MS, asked.ttl_ms)
+    if node is not None:
+        made.next, made.runs, made.name, made.names = node.next, node.runs, node.name, node.names
+    return made
 
 
 def _is_retry(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
@@ -373,16 +405,37 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink, *, continued: b
     return node.entries
 
 
-def _make_ends(old: _Knot | None, node: _Knot, asked: ChainLink, now: int) -> dict[str, _Knot]:
-    """The new suffix of a node, and its answer, by key; `old` is the suffix until now."""
+def _make_ends(
+    read: Read, known: dict[str, _Knot | None], node: _Knot, asked: ChainLink, now: int
+) -> dict[str, _Knot]:
+    """The new suffix of a node, and its answer, by key; `known`: some values until now."""
     ends: dict[str, _Knot] = {}
     if asked.own:
-        ends[asked.own] = suffix = _make_suffix(old, node, asked)
-        suffix.last, suffix.life = now, asked.ttl_ms if node.depth > 1 else node.life
-    if asked.answer:
-        ends[asked.answer] = answer = _Knot(_AMBIGUOUS, 0, asked.node, asked.node, b"")
-        answer.last, answer.life = now, node.life
+        old = known[asked.own] if asked.own in known else _read(read, asked.own, now)
+        ends[asked.own] = _make_suffix(old, node, asked)
+    if asked.answer and asked.own:
+        old = known[asked.answer] if asked.answer in known else _read(read, asked.answer, now)
+        ends[asked.answer] = _make_answer(old, node, asked)
+    elif asked.answer:
+        ends[asked.answer] = _Knot(_AMBIGUOUS, 0, asked.node, asked.node, b"")
+    for end in ends.values():
+        end.last, end.life = now, asked.ttl_ms if asked.own and node.depth > 1 else node.life
     return ends
+
+
+def _make_answer(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
+    """The new answer of a node."""
+    answer = _Knot(node.flags, node.depth, node.conversation, asked.node, node.entries)
+    answer.runs = 1
+    if asked.before == asked.answer:
+        answer.retries = 1
+        if old is not None:
+            answer.runs, answer.retries = max(old.runs, 1), max(old.retries, 1)
+    elif old is not None:
+        answer.runs = min(old.runs + 1, _MAX_RUNS)
+        if old.runs > _MOST_SENT_AGAIN and old.depth < node.depth:
+            answer.entries, answer.depth = old.entries, old.depth
+    return answer
 
 
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
