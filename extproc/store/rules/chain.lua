@@ -154,8 +154,8 @@ local function is_retry(node, base, entry)
   return node.retries < MAX_RETRIES and leave_common(node.entries, add(base.entries, entry)) == node.entries
 end
 
-local function repeat_turn(node, before, entry, is_continued) -- and its entries
-  if node.retries < MAX_RETRIES or not is_continued then
+local function repeat_turn(node, before, entry, counts) -- and its entries
+  if node.retries < MAX_RETRIES or not counts then
     node.retries = math.min(node.retries + 1, MAX_RETRIES)
     local _, newest = count_entries(node.entries)
     local entries = string.sub(node.entries, 1, newest - 1) .. string.char(#entry) .. entry
@@ -235,7 +235,8 @@ local function follow(keys, id, is_root, near, has_before, has_own, has_answer, 
     node = go_on(node, before, id, entry, stays, first)
     changed[1] = { keys[3], before }
   elseif node and (forks or is_retry(node, base, entry)) then
-    shown = not forks and repeat_turn(node, before, entry, is_continued) or nil
+    local counts = is_continued and (not base or has(base.flags, WHOLE))
+    shown = not forks and repeat_turn(node, before, entry, counts) or nil
   else
     local stood = node
     if base then

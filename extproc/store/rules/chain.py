@@ -12,7 +12,8 @@ over one of them. An entry is empty if its result differs between these conversa
 
 An equal request is a retry. After `MAX_RETRIES`, it is a turn of a client that shows only its last
 messages, but only if its conversation is known from another node: first requests of runs with the
-same examples are equal, too.
+same examples are equal, too. A store that has started anew knows only some of the runs that stand
+at a node, so the node's conversation must also be known since its first request.
 
 A window of two turns shares only one turn with the next one. So this turn alone is a suffix, too,
 called the **answer**. Equal runs side by side send equal windows, so each window replaces the
@@ -207,6 +208,7 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     node = _read(read, asked.key, now)
     last, before, parent_key, parent, continued = _find_base(read, asked, now)
     linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
+    base = before if linked else parent
     continued |= node is not None and node.flags & _CONTINUED != 0
     is_new = begins = node is None
     name, comes, forks = (
@@ -219,8 +221,9 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     elif before is not None and asked.answer:
         node = _go_on(node, before, asked)
         changed[asked.before] = before
-    elif node is not None and (forks or _is_retry(node, before if linked else parent, asked.entry)):
-        ours = b"" if forks else _repeat(node, before, asked, continued=continued)
+    elif node is not None and (forks or _is_retry(node, base, asked.entry)):
+        counts = continued and (base is None or base.flags & _WHOLE != 0)
+        ours = b"" if forks else _repeat(node, before, asked, counts=counts)
     else:
         node, ours, begins, changed = _advance(node, parent_key, parent, before, asked, now)
     node.add()
@@ -384,9 +387,12 @@ def _leave_common(one: bytes, other: bytes) -> bytes:
     return b"".join([bytes((len(entry),)) + entry for entry in kept[::-1]])
 
 
-def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink, *, continued: bool) -> bytes:
-    """Count a retry or, after `MAX_RETRIES`, another turn at the same node; returns the entries."""
-    if node.retries < MAX_RETRIES or not continued:
+def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink, *, counts: bool) -> bytes:
+    """Count a retry or, after `MAX_RETRIES`, another turn at the same node; returns the entries.
+
+    `counts`: it may be a turn.
+    """
+    if node.retries < MAX_RETRIES or not counts:
         node.retries = min(node.retries + 1, MAX_RETRIES)
         # A conversation's first node has no entries.
         *older, newest = split_records(node.entries, 0) or [b""]
