@@ -138,10 +138,10 @@ def test_chain_of_agents_has_one_root(valkey: Server) -> None:
         kept = list(client.scan_iter(match="loopguard:*"))
         assert {
             kind
-            for kind in ("root:", "tree:", "session6:", "sessions2:")
+            for kind in ("root:", "tree:", "session7:", "sessions2:")
             for key in kept
             if kind in key.decode()
-        } == {"root:", "tree:", "session6:", "sessions2:"}
+        } == {"root:", "tree:", "session7:", "sessions2:"}
         assert min(client.pttl(key) for key in kept) > 0
     assert (refused, asked) == ([False] * (last + 1) + [True], [1] * (last + 1))
     assert sorted(steps) == [2 * last + 1, 2 * last + 2]
