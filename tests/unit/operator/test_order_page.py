@@ -394,7 +394,7 @@ def test_phone_stops_an_explosion(tmp_path: Path) -> None:
     with made.listen() as url, browsing() as browser:
         browser.resize(390, 844, phone=True)
         browser.open(f"http://{url}/")
-        browser.click("document.querySelector('[data-key^=explosion] .command .button')")
+        browser.click("document.querySelector('[data-key^=agents] .command .button')")
         for title, fields in (
             ("Sign in to give orders", {"name": "ann", "token": TOKEN}),
             ("Kill for 24 hours?", {"reason": "incident 7"}),
