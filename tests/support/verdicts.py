@@ -242,7 +242,7 @@ def _goes_round(turns: list[Turn], rules: Rules) -> bool:
 
 
 def _finds_nothing(turns: list[Turn], times: int) -> bool:
-    """Whether a tool that reads got the same empty answer for so many different questions."""
+    """Whether a tool that reads got the same empty answer for enough different questions."""
     asked = {
         turn.action
         for turn in turns[-times - 4 :]

@@ -145,7 +145,7 @@ class View:
 
     def write_footer(self) -> str:
         """The keys and their state."""
-        pause = "PAUSED: p goes on" if self.paused else "p pause"
+        pause = "PAUSED: p resumes" if self.paused else "p pause"
         freeze = "FROZEN: f thaws" if self.frozen else "f freeze"
         return f"q quit  s sort: {self.sort}  {pause}  {freeze}  c commands"
 

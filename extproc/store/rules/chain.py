@@ -253,7 +253,7 @@ def _find_base(
 
     Returns:
         the value of `before`, this again if it is a suffix or an answer to continue, key and node
-        of the parent, and whether one of these shows that a conversation goes on.
+        of the parent, and whether one of these shows that a conversation has continued.
     """
     last = _read(read, asked.before, now)
     continued = last is not None and not (

@@ -454,7 +454,7 @@ def test_keys_are_told_with_their_state() -> None:
 
     assert before == "q quit  s sort: cost  p pause  f freeze  c commands"
     assert view.write_footer() == (
-        "q quit  s sort: spared  PAUSED: p goes on  FROZEN: f thaws  c commands"
+        "q quit  s sort: spared  PAUSED: p resumes  FROZEN: f thaws  c commands"
     )
 
 
