@@ -49,14 +49,22 @@ def read_services(*names: str) -> dict[str, Any]:
     return found
 
 
+def fill(text: str) -> str:
+    """A value of a compose file, with the defaults of its variables."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
 def test_compose_settings_are_good_and_ports_are_local() -> None:
     services = read_services("compose.yaml", "enforce.yaml")
     loopguard = services["loopguard"]
-    chosen = settings.read_settings({}, loopguard["environment"])
+    chosen = settings.read_settings(
+        {}, {name: fill(str(value)) for name, value in loopguard["environment"].items()}
+    )
 
     assert settings.find_unknown(loopguard["environment"]) == []
     assert "environment" not in read_services("compose.yaml")["loopguard"]  # so it watches
-    assert loopguard["volumes"] == [f"./policies:{chosen.policy[0]}:ro"]
+    assert [fill(each) for each in loopguard["volumes"]] == [f"./policies:{chosen.policy[0]}:ro"]
+    assert not chosen.shadow
     assert chosen.store == "redis://valkey:6379/0"
     assert main(["validate", str(COMPOSE / "policies")]) == 0
     assert all(
@@ -168,7 +176,7 @@ def test_company_policies_are_the_presets_with_a_stricter_canary() -> None:
     preset = json.loads(Path(find_preset("sessions")).read_text())["spec"]["session_limits"]
 
     assert main(["validate", str(EXAMPLES / "company" / "policies")]) == 0
-    assert canary == {**turns[0], "escalate": {"land": 4, "reject": 5}}
+    assert canary == [{**turns[0], "escalate": {"land": 4, "reject": 5}}, *turns[1:]]
     assert limits.pop("escalate") == {"steer": {"max_agents": 180}}
     assert limits == {name: preset[name] for name in (*AGENT_LIMITS[1:], "reject_status")}
 
