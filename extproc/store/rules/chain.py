@@ -19,7 +19,9 @@ A window of two turns shares only one turn with the next one. So this turn alone
 called the **answer**. Equal runs side by side send equal windows, so each window replaces the
 answer's entries. Only a turn that equals the one before it makes them longer each time: once, then
 after `MAX_RETRIES` for each conversation that stands there, and then once for all of them. While
-several conversations stand there, others that arrive leave the answer the shorter history.
+several conversations stand there, others that arrive leave the answer the shorter history. A
+retry that shows two turns looks like such a window of an equal run that is longer, and is taken for
+one.
 
 If names are requested, each conversation has one. A request without history gets a fresh name,
 which is queued at its node. A child takes the oldest name in the queue of its parent, or else of
