@@ -212,16 +212,19 @@ local function follow(keys, id, is_root, near, has_before, has_own, has_answer, 
   local is_continued = last ~= nil and not ((is_own or stays) and last.depth <= 1 and last.writer == id)
   local known = is_continued and has_own and not has(last.flags, AMBIGUOUS) and not (has_answer and fresh ~= '')
   if known or (is_continued and not has_answer) then before = last end
-  local parent, parent_key = nil, nil
+  local parent, parent_key, left = nil, nil, false
   for place = WIDTH + 1, known and math.min(WIDTH + near, #keys) or #keys do
     parent, parent_key = open(keys[place], now), keys[place]
-    if parent and has_answer and known and parent.runs == 0 and parent.conversation == last.conversation then parent = nil end
+    if parent and has_answer and known and parent.runs == 0 and parent.conversation == last.conversation then
+      parent, left = nil, true
+    end
     if parent then break end
   end
   if parent and has_answer then before = nil end
+  local is_retried = before and left and node and not stays and before.last < node.last
   is_continued = is_continued or parent ~= nil or (node ~= nil and has(node.flags, CONTINUED))
   local claims, first = parent and parent.runs > 0, math.min(FIRST_MS, ttl)
-  local linked = known and not parent
+  local linked = known and not parent and not is_retried
   local base = linked and before or parent
   local is_new, begins, changed, shown = not node, false, {}, nil
   local name, comes, forks = '', false, false
@@ -231,11 +234,11 @@ local function follow(keys, id, is_root, near, has_before, has_own, has_answer, 
       node, begins = make(WHOLE, 0, id, id, ''), true
       node.life = first
     end
-  elseif before and has_answer then
+  elseif before and has_answer and not is_retried then
     node = go_on(node, before, id, entry, stays, first)
     changed[1] = { keys[3], before }
   elseif node and (forks or is_retry(node, base, entry)) then
-    local counts = is_continued and (not base or has(base.flags, WHOLE))
+    local counts = not is_retried and is_continued and (not base or has(base.flags, WHOLE))
     shown = not forks and repeat_turn(node, before, entry, counts) or nil
   else
     local stood = node
@@ -278,7 +281,7 @@ local function follow(keys, id, is_root, near, has_before, has_own, has_answer, 
   changed[#changed + 1] = { keys[1], node }
   local cost = measure(node)
   local lasts = has_own and node.depth > 1 and ttl or node.life
-  if has_own then
+  if has_own and not is_retried then
     local old = last
     if not is_own then old = open(keys[4], now) end
     local suffix = make_suffix(old, node, id)
@@ -286,7 +289,7 @@ local function follow(keys, id, is_root, near, has_before, has_own, has_answer, 
     changed[#changed + 1] = { keys[4], suffix }
     cost = cost + measure(suffix)
   end
-  if has_answer then
+  if has_answer and not is_retried then
     local old, answer = last, nil
     if has_own and not stays then old = open(keys[5], now) end
     if has_own then answer = make_answer(old, node, id, stays) else answer = make(AMBIGUOUS, 0, id, id, '') end

@@ -19,9 +19,11 @@ A window of two turns shares only one turn with the next one. So this turn alone
 called the **answer**. Equal runs side by side send equal windows, so each window replaces the
 answer's entries. Only a turn that equals the one before it makes them longer each time: once, then
 after `MAX_RETRIES` for each conversation that stands there, and then once for all of them. While
-several conversations stand there, others that arrive leave the answer the shorter history. A
-retry that shows two turns looks like such a window of an equal run that is longer, and is taken for
-one.
+several conversations stand there, others that arrive leave the answer the shorter history.
+
+A whole history of two turns looks like a window of an equal run that is longer. If its parent was
+left, it is taken for such a window only if a conversation has passed the answer since the node was
+last asked for. Otherwise it is a retry, which changes nothing.
 
 If names are requested, each conversation has one. A request without history gets a fresh name,
 which is queued at its node. A child takes the oldest name in the queue of its parent, or else of
@@ -212,6 +214,13 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
     base = before if linked else parent
     continued |= node is not None and node.flags & _CONTINUED != 0
+    retried = (
+        before is not None
+        and parent is not None
+        and node is not None
+        and before.last < node.last
+        and asked.answer not in ("", asked.before)
+    )
     is_new = begins = node is None
     name, comes, forks = (
         _find_name(node, parent, before, asked) if asked.fresh else (b"", False, False)
@@ -220,11 +229,11 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     ours = b""
     if not asked.parents:
         node = _begin(node, asked)
-    elif before is not None and asked.answer:
+    elif before is not None and asked.answer and not retried:
         node = _go_on(node, before, asked)
         changed[asked.before] = before
     elif node is not None and (forks or _is_retry(node, base, asked.entry)):
-        counts = continued and (base is None or base.flags & _WHOLE != 0)
+        counts = not retried and continued and (base is None or base.flags & _WHOLE != 0)
         ours = b"" if forks else _repeat(node, before, asked, counts=counts)
     else:
         node, ours, begins, changed = _advance(node, parent_key, parent, before, asked, now)
@@ -238,7 +247,7 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
         node.give(name)
     node.last = now
     changed[asked.key] = node
-    ends = _make_ends(read, {asked.before: last}, node, asked, now)
+    ends = {} if retried else _make_ends(read, {asked.before: last}, node, asked, now)
     cost = sum([knot.size for knot in (node, *ends.values())])
     changed |= ends
     dropped = is_new and not _charge(read, write, asked, cost, now, begins=begins)
@@ -255,26 +264,33 @@ def _find_base(
 
     Returns:
         the value of `before`, this again if it is a suffix or an answer to continue, key and node
-        of the parent, and whether one of these shows that a conversation has continued.
+        of the parent, and whether one of these shows that a conversation has continued. An answer
+        comes with a parent if the request may also be a retry of a whole history of two turns.
     """
     last = _read(read, asked.before, now)
+    # Equal requests may have written it, in which the last answers are equal, too
     continued = last is not None and not (
         last.depth <= 1 and last.writer == asked.node and asked.before in (asked.own, asked.answer)
-    )  # else equal requests wrote it, in which the last answers are equal, too
+    )
     known = last is not None and continued and asked.own != "" and not last.flags & _AMBIGUOUS
     if asked.answer:
         known = known and not asked.fresh
     before = last if known or (continued and not asked.answer) else None
+    left_key, left = "", None
     for key in asked.parents[: asked.near] if known else asked.parents:
         parent = _read(read, key, now)
-        if parent is not None and not (
+        if parent is None:
+            continue
+        if (
             asked.answer
             and before is not None
             and parent.runs == 0
             and parent.conversation == before.conversation
         ):
+            left_key, left = key, parent
+        else:
             return last, None if asked.answer else before, key, parent, True
-    return last, before, "", None, continued
+    return last, before, left_key, left, continued
 
 
 def _find_name(
