@@ -56,6 +56,15 @@ def test_node_without_conversations_lasts_two_minutes(store: Driver) -> None:
     assert ask_store(store, make_link(Sent("u", ("a", "d"), "z")), 500_000).entries == [b"x", b"z"]
 
 
+def test_retry_of_two_turns_is_no_window_of_a_longer_run(store: Driver) -> None:
+    once, twice, other = ("b",), ("b", "b"), ("b", "a")
+    begun = [Sent("u", (), "")] * 2 + [Sent("u", once, "b!")] * 2
+    for now, sent in enumerate([*begun, Sent("u", twice, "b!"), Sent("u", other, "a!")]):
+        ask_store(store, make_link(sent), now)
+
+    assert ask_store(store, make_link(Sent("u", other, "a!")), 9).entries == [b"b!", b"a!"]
+
+
 def test_one_call_pushes_to_chains_and_rings(store: Driver) -> None:
     links = [
         make_link(Sent(f"u{number}", ("a",), f"e{number}"), caller=f"{number:02x}")
