@@ -501,10 +501,7 @@ class _FoundUsage:
         nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
         if nothing and not self.cut and prompt < 0 and output < 0:
             # Errors and failures without an answer are free
-            self.usage, self.estimated = (
-                Usage(0, 0),
-                False,
-            )
+            self.usage, self.estimated = Usage(0, 0), False
             return
         cached = int(told.get("cached", 0))
         self.estimated = prompt < 0 or output < 0

@@ -388,10 +388,7 @@ def _name_caller(values: Mapping[str, str], plans: Sequence[Plan], key: HashKey)
     named: dict[str, str] = {}
     for given, written in values.items():
         # Without the source of a limit key
-        name, text = (
-            given if given in known else given.rpartition(":")[2],
-            written,
-        )
+        name, text = given if given in known else given.rpartition(":")[2], written
         for form in forms:
             # As `explain` prints a `first_of`
             if form.start and form.descriptor == name and written.startswith(form.start):

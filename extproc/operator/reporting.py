@@ -81,10 +81,7 @@ class Reporter:
         self.show_callers = show_callers
         self._metrics = metrics
         # Saves attribute lookups per request
-        self._decisions, self._loops = (
-            metrics.decisions,
-            metrics.loops,
-        )
+        self._decisions, self._loops = metrics.decisions, metrics.loops
         self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
         self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)

@@ -138,7 +138,7 @@ def check_scanned(
     document: Mapping[str, Any], given: Sequence[str], *, since: float | None = None
 ) -> None:
     """Print the problems of a scan; raises LoopguardError if it found no conversation."""
-    # Same
+    # As above
     from extproc.cli.scan.files import EXAMPLE, choose_paths  # noqa: PLC0415
     from extproc.cli.scan.show import list_problems  # noqa: PLC0415  # same
 

@@ -235,10 +235,7 @@ def _read_time(value: float | str) -> int:
 
 def _read_body(record: Record) -> bytes | None:
     # The old value keeps the whole line in memory
-    data, record.body = (
-        bytes(record.body),
-        msgspec.Raw(),
-    )
+    data, record.body = bytes(record.body), msgspec.Raw()
     if data and data != b"null":
         return _TEXT.decode(data).encode() if data.startswith(b'"') else data
     if record.body_base64 is not None:

@@ -78,7 +78,7 @@ tokens."""
 
 def _find_tightest(budgets: list[BudgetGuard]) -> _Tightest:
     first = budgets[0].reserved if budgets else _NONE
-    # Usually
+    # The usual case
     if (
         len(first) == 1
         and len(budgets) == 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import time
 from typing import Any
 
 from starlette.requests import Request
 
-from extproc.engine.orders import ActiveOverride
 from extproc.operator.admin.reports import (
     Selection,
     Sorts,
@@ -57,21 +56,13 @@ class BudgetPages(TablePages[BudgetDocument]):
     path, sorts = "/budgets", SORTS
     has_budgets: Callable[[], bool] = staticmethod(lambda: True)
 
-    def report(
-        self,
-        request: Request,
-        selection: Selection,
-        orders: Sequence[ActiveOverride] | None = None,
-    ) -> dict[str, Any]:
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The JSON of `/budgets`; if it is empty, `note` says why."""
         now, view, exist = time(), self._board.view(), self.has_budgets()
-        rows, index, shown = (
-            view.document.rows,
-            self._index(orders),
-            self._sees_callers(request),
-        )
+        rows, orders = view.document.rows, self._index_orders(selection)
+        shown = self._sees_callers(request)
         found = select(
-            (describe_budget(row, now, shows_callers=shown, orders=index) for row in rows),
+            (describe_budget(row, now, shows_callers=shown, orders=orders) for row in rows),
             selection,
             SORTS,
         )

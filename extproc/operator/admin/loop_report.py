@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from extproc.decision import DONE
-from extproc.engine.orders import ActiveOverride
 from extproc.operator.admin.conversation_report import (
     GROUP_SORTS,
     LOOPING_SECONDS,
@@ -66,12 +65,7 @@ class LoopPages(TablePages[LoopDocument]):
         self._prices = prices
         self._incidents = incidents
 
-    def report(
-        self,
-        request: Request,
-        selection: Selection,
-        orders: Sequence[ActiveOverride] | None = None,
-    ) -> dict[str, Any]:
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The JSON of `/loops`; raises HTTPException (400) if the query is invalid."""
         now, prices = time(), self._choose_prices(request.query_params)
         view, shown = self._board.view(), self._sees_callers(request)
@@ -82,7 +76,7 @@ class LoopPages(TablePages[LoopDocument]):
             {id(loop): each for loop, each in zip(loops, described, strict=True)},
             self._incidents.view().document.rows,
             {(run.tenant, run.session) for run in runs if run.session != UNNAMED},
-            self._index(orders),
+            self._index_orders(selection),
             prices,
             now,
             shows_results=self.may_see_callers(request),

@@ -174,12 +174,12 @@ class OrderPages:
     def _list_affected(self, request: Request, planned: ActiveOverride) -> list[dict[str, Any]]:
         """The callers whose rows of the last hour an order concerns, with counts of these."""
         loops, sessions, budgets = self._reports
-        selection = Selection(caller=planned.target.caller)
+        selection = Selection(caller=planned.target.caller, orders=[planned])
         found: dict[str, dict[str, Any]] = {}
         for row in [
-            *loops.report(request, selection, [planned])["conversations"],
-            *sessions.report(request, selection, [planned])["sessions"],
-            *budgets.report(request, selection, [planned])["budgets"],
+            *loops.report(request, selection)["conversations"],
+            *sessions.report(request, selection)["sessions"],
+            *budgets.report(request, selection)["budgets"],
         ]:
             if row["orders"]:
                 about = found.setdefault(row["caller"], {"row": row, "loops": 0, "agents": {}})

@@ -38,6 +38,7 @@ class Selection(NamedTuple):
         caller: selects callers by a prefix of their hash, the hash of a single value, an alias, a
             label or, if values are shown, a value or `NAME=VALUE`.
         sort: one of the table's sort keys; empty for the first.
+        orders: the orders to show with the rows; None for the active ones.
     """
 
     policy: str = ""
@@ -45,6 +46,7 @@ class Selection(NamedTuple):
     tool: str = ""
     sort: str = ""
     limit: int = MAX_ROWS
+    orders: Sequence[ActiveOverride] | None = None
 
 
 class TablePages(Generic[AnyDocument]):
@@ -69,13 +71,8 @@ class TablePages(Generic[AnyDocument]):
         self.list_orders: Callable[[], Sequence[ActiveOverride]] = list
         self.summarize: Callable[[], list[dict[str, Any]]] = list
 
-    def report(
-        self,
-        request: Request,
-        selection: Selection,
-        orders: Sequence[ActiveOverride] | None = None,
-    ) -> dict[str, Any]:
-        """The rows of the table that a request selects, with the active orders or with these."""
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
+        """The rows of the table that a request selects."""
         raise NotImplementedError
 
     def list_routes(self) -> list[Route]:
@@ -91,8 +88,8 @@ class TablePages(Generic[AnyDocument]):
 
         return [Route(self.path, send)]
 
-    def _index(self, orders: Sequence[ActiveOverride] | None) -> OrderIndex:
-        return OrderIndex(self.list_orders() if orders is None else orders)
+    def _index_orders(self, selection: Selection) -> OrderIndex:
+        return OrderIndex(self.list_orders() if selection.orders is None else selection.orders)
 
     def _sees_callers(self, request: Request) -> bool:
         return self._shows_callers() and self.may_see_callers(request)

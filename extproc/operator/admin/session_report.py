@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.decision import Action
-from extproc.engine.orders import ActiveOverride, hash_descriptor
+from extproc.engine.orders import hash_descriptor
 from extproc.operator.admin.html import prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
@@ -80,14 +80,9 @@ class SessionPages(TablePages[SessionDocument]):
         """The routes of all pages."""
         return [*super().list_routes(), Route("/sessions/{session}", self._send_one)]
 
-    def report(
-        self,
-        request: Request,
-        selection: Selection,
-        orders: Sequence[ActiveOverride] | None = None,
-    ) -> dict[str, Any]:
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The answer to a request."""
-        index, shown = self._index(orders), self._sees_callers(request)
+        index, shown = self._index_orders(selection), self._sees_callers(request)
         report = report_sessions(
             self._board.view(), selection, shows_callers=shown, now=time(), orders=index
         )

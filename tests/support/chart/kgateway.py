@@ -21,6 +21,18 @@ _BACKEND = a_map("name", name=TEXT, namespace=TEXT, port={"type": "integer"})
 _ROUTES = a_list(target("Gateway", "HTTPRoute", "GRPCRoute"), maxItems=16)
 _GATEWAYS = a_list(target("Gateway"), maxItems=16)
 
+
+def _modes(send: Schema, body: Schema) -> Schema:
+    return a_map(
+        requestHeaderMode=send,
+        requestBodyMode=body,
+        requestTrailerMode=send,
+        responseHeaderMode=send,
+        responseBodyMode=body,
+        responseTrailerMode=send,
+    )
+
+
 KGATEWAY: dict[str, Schema] = {
     kind: an_object("gateway.kgateway.dev/v1alpha1", kind, spec)
     for kind, spec in {
@@ -35,14 +47,7 @@ KGATEWAY: dict[str, Schema] = {
                 maxMessageTimeout=DURATION,
                 statPrefix=TEXT,
                 requestAttributes=a_list(TEXT),
-                processingMode=a_map(
-                    requestHeaderMode=_SEND,
-                    requestBodyMode=_BODY,
-                    requestTrailerMode=_SEND,
-                    responseHeaderMode=_SEND,
-                    responseBodyMode=_BODY,
-                    responseTrailerMode=_SEND,
-                ),
+                processingMode=_modes(_SEND, _BODY),
                 metadataOptions=a_map(forwarding=a_map(untyped=a_list(TEXT))),
             ),
         ),
@@ -84,9 +89,6 @@ KGATEWAY: dict[str, Schema] = {
     }.items()
 }
 
-_AGENT_SEND = {"enum": ["Send", "Skip"]}
-_AGENT_BODY = {"enum": ["None", "Buffered", "BufferedPartial", "FullDuplexStreamed"]}
-
 AGENTGATEWAY: dict[str, Schema] = {
     "AgentgatewayPolicy": an_object(
         "agentgateway.dev/v1alpha1",
@@ -105,13 +107,16 @@ AGENTGATEWAY: dict[str, Schema] = {
                                 "type": "object",
                                 "additionalProperties": TEXT,
                             },
-                            processingOptions=a_map(
-                                requestHeaderMode=_AGENT_SEND,
-                                requestBodyMode=_AGENT_BODY,
-                                requestTrailerMode=_AGENT_SEND,
-                                responseHeaderMode=_AGENT_SEND,
-                                responseBodyMode=_AGENT_BODY,
-                                responseTrailerMode=_AGENT_SEND,
+                            processingOptions=_modes(
+                                {"enum": ["Send", "Skip"]},
+                                {
+                                    "enum": [
+                                        "None",
+                                        "Buffered",
+                                        "BufferedPartial",
+                                        "FullDuplexStreamed",
+                                    ]
+                                },
                             ),
                         )
                     ),
