@@ -24,15 +24,15 @@ def round_up(amount: float) -> float:
 
 
 def write_budget_grant(  # noqa: PLR0913  # a budget
-    tenant: str, policy: str, rule: str, limit: float, left: float, asked: float
+    tenant: str, policy: str, rule: str, limit: float, left: float, cost: float
 ) -> str:
     """The command that grants a caller more of a rule's budget.
 
     The amount is a tenth of the budget, or enough for a few requests if that is more. If a full
     budget is smaller than that, the grant raises the limit for a day. `limit`, `left` (negative if
-    overdrawn) and `asked` (the cost of one request) are in the rule's unit.
+    overdrawn) and `cost` (of one request) are in the rule's unit.
     """
-    amount = round_up(max(limit / _SHARE, SOME_REQUESTS * asked - left))
+    amount = round_up(max(limit / _SHARE, SOME_REQUESTS * cost - left))
     lasts = " --for 1d" if left + amount > limit else ""
     named = f"--policy {shlex.quote(policy)} --budget {shlex.quote(rule)}"
     return f"loopguard grant --caller {tenant} {named} --amount {amount:.9g}{lasts}"

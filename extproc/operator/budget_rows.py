@@ -9,6 +9,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Annotated, Any
 
+from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.operator.rows import FIRST, MAX, MIN, SUM, Document, Row, newest
 from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take
 
@@ -108,6 +109,22 @@ class BudgetRow(Row, array_like=True):
         if self.kind == PERIOD:
             return self.limit if self.is_over(now) else left
         return left if passed < (self.find_open_ms(now) or 60 * _MS) else self.limit
+
+    def write_grant(self, now: float) -> str:
+        """The command that grants its caller more."""
+        left = self.find_left(now)
+        # What a request reserves may be far below what it costs
+        average = (self.limit - left) / max(1, self.requests - self.refused)
+        amounts = (self.limit, left, max(self.asked, average))
+        return write_budget_grant(
+            self.tenant, self.policy, self.rule, *[amount / self.units for amount in amounts]
+        )
+
+    def write_command(self, now: float) -> str | None:
+        """The command that unblocks its caller; None for a breaker if no hash targets it."""
+        if self.is_open:
+            return write_breaker_release(self.tenant, self.policy) if self.orderable else None
+        return self.write_grant(now)
 
     def is_over(self, now: float) -> bool:
         """Whether the period has ended."""

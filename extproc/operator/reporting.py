@@ -8,7 +8,6 @@ from time import perf_counter, time
 from typing import Final
 
 from extproc.bounded import LRU
-from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import NOTED, Action, Decision, Outcome, Reason
 from extproc.engine.budget_guard import BudgetGuard
@@ -21,7 +20,6 @@ from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.after_notes import NoteFollower
-from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.budget_table import BudgetTable
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import ABSURD, DROPPED, EVICTED, UNLOGGED
@@ -576,7 +574,7 @@ class Reporter:
             requests=requests,
             tenant=outcome.tenant,
             alert=True if opened and found and found[0].budget.alerts else None,
-            command=_suggest(row, subject) if row is not None and not subject.final else None,
+            command=row.write_command(row.told) if row is not None and not subject.final else None,
             alias=found[0].find_alias() or None if found else None,
             labels=dict(found[0].labels) or None if found else None,
             descriptors=dict(found[0].values) if found and self.show_callers else None,
@@ -593,12 +591,3 @@ class Reporter:
         every = None if own is None else self._detections.admit(now)
         if own is not None and every is not None:
             _LOG.warning(message, extra=make_extra(**shown, suppressed=own + every or None))
-
-
-def _suggest(row: BudgetRow, subject: BudgetSubject) -> str | None:
-    """The command that unblocks the caller; None for a breaker if no hash targets the caller."""
-    if row.is_open:
-        return write_breaker_release(row.tenant, row.policy) if row.orderable else None
-    return write_budget_grant(
-        row.tenant, row.policy, row.rule, subject.limit, subject.left, subject.asked
-    )

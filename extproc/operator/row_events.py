@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from extproc.budgets.commands import write_breaker_release, write_budget_grant
 from extproc.decision import SEVERITY, Action
 from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.loop_rows import IncidentRow, Loop
@@ -191,9 +190,6 @@ class BudgetEvents(RowEvents):
 
     def _describe(self, row: BudgetRow) -> dict[str, object]:
         whole, left = row.limit / row.units, row.find_left(row.told) / row.units
-        asked = max(row.asked / row.units, (whole - left) / max(1, row.requests - row.refused))
-        grant = write_budget_grant(row.tenant, row.policy, row.rule, whole, left, asked)
-        release = write_breaker_release(row.tenant, row.policy) if row.orderable else None
         reset = row.find_reset_ms(row.told)
         return {
             "loopguard.caller": row.tenant,
@@ -212,7 +208,7 @@ class BudgetEvents(RowEvents):
             "unit": row.unit or None,
             "reset_seconds": -(-reset // 1_000) if reset > 0 else None,
             "refused": row.refused,
-            "command": release if row.is_open else grant,
+            "command": row.write_command(row.told),
             "first_seen": row.first,
             "last_seen": row.last,
         }

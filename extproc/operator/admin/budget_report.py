@@ -128,10 +128,10 @@ def describe_budget(
         "last_seen": write_time(row.last),
         "orders": [describe_override(order) for order in orders.find(named)],
     }
-    asked = row.asked / row.units
+    grant, orderable = row.write_grant(now), row.orderable
     return {
         **described,
-        "commands": suggest_for_budget(described, asked=asked, orderable=row.orderable),
+        "commands": suggest_for_budget(described, grant=grant, orderable=orderable),
     }
 
 

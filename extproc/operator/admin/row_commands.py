@@ -13,7 +13,6 @@ from extproc.budgets.commands import (
     SOME_REQUESTS,
     round_up,
     write_breaker_release,
-    write_budget_grant,
 )
 from extproc.budgets.guard import BREAKER_BUDGET
 from extproc.engine.orders import BLOCK, KILL
@@ -80,20 +79,16 @@ def suggest_for_order(order: Mapping[str, Any]) -> dict[str, str]:
     return _suggest_revoking([order])
 
 
-def suggest_for_budget(row: Mapping[str, Any], *, asked: float, orderable: bool) -> dict[str, str]:
+def suggest_for_budget(row: Mapping[str, Any], *, grant: str, orderable: bool) -> dict[str, str]:
     """Commands for a caller's budget: a grant, or a release of its circuit breaker.
 
-    `asked` is the amount that the last refused request asked for, or 0. `orderable` is as in
-    `BudgetRow`.
+    `orderable` is as in `BudgetRow`.
     """
-    whole, left = float(row["limit"]), float(row["left"])
-    # What a request reserves may be far below what it costs.
-    asked = max(asked, float(row["used"]) / max(1, row["requests"] - row["refused"]))
     free = ""
     if row["open"] and orderable:
         free = write_breaker_release(row["caller"], row["policy"])
     elif not row["open"] and row["budget"] != BREAKER_BUDGET and not is_healthy(row):
-        free = write_budget_grant(row["caller"], row["policy"], row["rule"], whole, left, asked)
+        free = grant
     return {**({"free": free} if free else {}), **_suggest_revoking(row["orders"])}
 
 

@@ -15,8 +15,9 @@ from extproc.cli.commands.ordering import make_order
 from extproc.cli.main import main, make_parser
 from extproc.engine.settlements import Settled
 from extproc.operator.admin.budget_report import NO_BUDGETS
-from extproc.operator.admin.row_commands import suggest_for_budget, suggest_for_session
+from extproc.operator.admin.row_commands import suggest_for_session
 from extproc.operator.admin.row_states import read_time
+from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.row_events import BudgetEvents
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.store.rules.budget import BUCKET, MAX_RAISED, PERIOD, Take
@@ -495,12 +496,13 @@ def test_budget_grant_has_no_default_duration(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_grant_covers_what_requests_really_cost() -> None:
-    row = {
-        "caller": "c", "policy": "p", "rule": "r", "budget": "1d", "open": False, "orders": [],
-        "limit": 0.5, "left": -0.1, "used": 0.6, "used_percent": 120.0, "requests": 10,
-        "refused": 6,
-    }  # fmt: skip
+    row = BudgetRow(
+        "c", "p", "enforce", "r", "1d", units=1_000, kind=PERIOD, limit=500, left=-100,
+        asked=4, requests=10, refused=6, start=1, span=100_000,
+    )  # fmt: skip
 
-    commands = suggest_for_budget(row, asked=0.004, orderable=True)
+    command = row.write_command(1.0)
 
-    assert commands["free"].endswith("--amount 0.85 --for 1d")  # five requests of $0.15, and $0.10
+    # Five requests of $0.15, and $0.10
+    assert command is not None
+    assert command.endswith("--amount 0.85 --for 1d")

@@ -62,7 +62,8 @@ def test_retry_of_two_turns_is_no_window_of_a_longer_run(store: Driver) -> None:
     for now, sent in enumerate([*begun, Sent("u", twice, "b!"), Sent("u", other, "a!")]):
         ask_store(store, make_link(sent), now)
 
-    assert ask_store(store, make_link(Sent("u", other, "a!")), 9).entries == [b"b!", b"a!"]
+    for now in range(6, 12):
+        assert ask_store(store, make_link(Sent("u", other, "a!")), now).entries == [b"b!", b"a!"]
 
 
 def test_one_call_pushes_to_chains_and_rings(store: Driver) -> None:
