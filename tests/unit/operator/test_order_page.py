@@ -22,7 +22,7 @@ from tests.support.browser import BROWSER, Browser, browsing
 from tests.support.budget_policies import ask as ask_budget, bucket, limited as limited_budget
 from tests.support.command import find_missing
 from tests.support.harness import eventually
-from tests.support.operated import Operated
+from tests.support.operated import ALL, NOTHING, Away, Operated
 from tests.support.pages import TOKEN, Outline, Tab
 from tests.support.service import status
 from tests.support.session_limits import ask, limited, turns
@@ -179,6 +179,21 @@ def test_wrong_form_gives_no_order(fields: dict[str, str], code: int, tmp_path: 
         assert tab.submit(**fields) == code
 
         assert ('role="alert"' in tab.page) == (code != 200)
+        assert made.list_orders() == []
+
+
+def test_lost_store_gives_no_order_and_says_so(tmp_path: Path) -> None:
+    store = Away()
+    made = operate(tmp_path, store=store)
+    with visiting(made) as tab:
+        tab.sign_in()
+        tab.open(f"/order?command={KILL}")
+        store.away = ALL
+
+        assert tab.submit() == 503
+
+        assert find_missing(tab.page, 'role="alert"', "away") == []
+        store.away = NOTHING
         assert made.list_orders() == []
 
 
